@@ -1,0 +1,65 @@
+"""Run a function on N ranks, each a process of its own, and hand back what every rank returned."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _child(fn: Callable, rank: int, world: int, port: int, args: tuple, results: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        results.put((rank, True, fn(rank, world, port, *args)))
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def run_ranks(fn: Callable, world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
+    """`fn(rank, world, port, *args)` on `world` processes; a list of the results in rank order.
+
+    The processes fork from a server that has torch and megatron-core imported already, so that a
+    launch costs milliseconds and not the ten seconds of an import.
+
+    Raises:
+        RuntimeError: a rank raised, died or ran past `timeout` seconds.
+    """
+    ctx = mp.get_context("forkserver")
+    ctx.set_forkserver_preload(["tests.preload"])
+    results = ctx.Queue()
+    port = free_port()
+    procs = [ctx.Process(target=_child, args=(fn, r, world, port, args, results), daemon=True) for r in range(world)]
+    for p in procs:
+        p.start()
+    out: dict[int, Any] = {}
+    try:
+        while len(out) < world:
+            try:
+                rank, ok, value = results.get(timeout=timeout)
+            except queue.Empty:
+                raise RuntimeError(f"ranks {sorted(set(range(world)) - set(out))} gave no answer in {timeout} s") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            out[rank] = value
+    finally:
+        for p in procs:
+            p.join(timeout=5 if len(out) == world else 0.1)
+            if p.is_alive():
+                p.kill()
+    return [out[r] for r in range(world)]
