@@ -1,0 +1,62 @@
+"""A fault in the user's input, and how several become one message."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault. `rule` is a stable id; `key` and `origin` name the value at fault and where it was written."""
+
+    rule: str
+    what: str
+    why: str = ""
+    fix: str = ""
+    key: str = ""
+    origin: str = ""
+
+    @property
+    def headline(self) -> str:
+        """What is wrong, and where the value was written."""
+        if not self.origin:
+            return self.what
+        return (
+            f"{self.what} (from {self.origin})"
+            if self.key in self.what
+            else f"{self.what} ({self.key}, from {self.origin})"
+        )
+
+    def error(self) -> UserError:
+        """This problem as an exception."""
+        return UserError(self.rule, self.headline, self.why, self.fix)
+
+
+def raise_all(problems: Sequence[Problem]) -> None:
+    """Raise one UserError that names every problem; do nothing if there is none.
+
+    With several problems the rule is ``config.several`` and each keeps its own id in the text.
+    """
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0].error()
+    listed = "\n".join(str(p.error()) for p in problems)
+    raise UserError("config.several", f"{len(problems)} problems:\n{listed}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known dotted name most like `name`, by its whole and by its last part; an empty string if none is near."""
+    known = list(known)
+    whole = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if whole:
+        return whole[0]
+    by_last: dict[str, str] = {}
+    for candidate in known:
+        by_last.setdefault(candidate.rsplit(".", 1)[-1], candidate)
+    last = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(by_last), n=1, cutoff=0.75)
+    return by_last[last[0]] if last else ""

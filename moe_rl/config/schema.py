@@ -1,0 +1,374 @@
+"""Every key of a run: its type, default, unit, allowed values and meaning. Imports no torch.
+
+A key is a dataclass field made by :func:`key`; its metadata is what ``moe-rl explain KEY`` prints and what the loader
+checks values against. Values are reached as attributes (``config.layout.pp``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHECKPOINT_PARTS = ("model", "optimizer", "extra")
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[Any, ...] = (),
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A configuration key. Bounds `low` and `high` are inclusive, `above` is not; for a list they bind its items."""
+    metadata = {"help": help, "unit": unit, "choices": choices, "low": low, "above": above, "high": high}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    """The model to train."""
+
+    path: str = key(
+        "", "Directory of the starting model: config.json, safetensors and tokenizer. `pkg:NAME` is a shipped one."
+    )
+    family: str = key("auto", "Model family; `auto` reads model_type from the model's config.json.")
+
+
+@dataclass
+class LayoutConfig:
+    """How the model is cut over processes. Data parallelism follows: dp = world / (tp * pp)."""
+
+    tp: int = key(1, "Tensor-parallel size: every matrix of a layer is cut over this many ranks.", unit="ranks", low=1)
+    pp: int = key(1, "Pipeline-parallel size: the layers are cut into this many stages.", unit="stages", low=1)
+    ep: int = key(
+        1, "Expert-parallel size: the experts of a layer are spread over this many ranks.", unit="ranks", low=1
+    )
+    etp: int = key(1, "Tensor-parallel size inside an expert.", unit="ranks", low=1)
+    vpp: int = key(
+        1, "Model chunks a pipeline rank holds (interleaved schedule); 1 is the plain schedule.", unit="chunks", low=1
+    )
+    stages: str = key(
+        "",
+        "Layers of each stage: E embedding, t layer, L loss, | boundary, as in `Et*3|t*2L`. Empty: balanced.",
+    )
+    pin_hash_layers: bool = key(
+        True, "Keep every hash-routed layer in stage 0 beside the embedding; false lets them stand anywhere."
+    )
+
+
+@dataclass
+class EngineConfig:
+    """The training engine on each rank."""
+
+    device: str = key(
+        "auto",
+        "Where the trainer runs; `auto` is cuda where a GPU is present, else cpu.",
+        choices=("auto", "cpu", "cuda"),
+    )
+    dtype: str = key(
+        "bf16",
+        "Type of the weights and activations; what the model keeps in fp32 stays fp32.",
+        choices=("fp32", "bf16"),
+    )
+    recompute: str = key(
+        "full",
+        "`full` recomputes each layer in the backward pass: less memory, about a third more time.",
+        choices=("off", "full"),
+    )
+    max_tokens_per_micro_batch: int = key(
+        4096, "Token budget of one micro-batch; must hold the longest sequence.", unit="tokens", low=1
+    )
+    attention_backend: str = key(
+        "plain", "Attention kernels; `plain` is chunked PyTorch and runs everywhere.", choices=("plain",)
+    )
+    attention_chunk: int = key(256, "Queries handled at once in attention; bounds its memory.", unit="tokens", low=1)
+    logprob_chunk: int = key(
+        1024, "Tokens whose logits exist at once; bounds the memory of log-probs.", unit="tokens", low=1
+    )
+    distributed_timeout_s: float = key(600.0, "A collective that waits longer ends the run.", unit="s", above=0)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = key(1e-6, "Peak learning rate.", above=0)
+    min_lr: float = key(0.0, "Learning rate at the end of a linear or cosine schedule.", low=0)
+    schedule: str = key(
+        "constant",
+        "Shape of the learning rate after warm-up, over trainer.steps.",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup_steps: int = key(0, "Steps over which the learning rate rises from zero.", unit="steps", low=0)
+    betas: list[float] = key([0.9, 0.95], "Decay rates of the first and second moment.", low=0, high=0.999999)
+    eps: float = key(1e-8, "Added to the root of the second moment.", above=0)
+    weight_decay: float = key(0.0, "Decoupled weight decay.", low=0)
+    clip_grad: float = key(1.0, "Largest global gradient norm; 0 does not clip.", low=0)
+
+
+@dataclass
+class RolloutConfig:
+    """Sampling of completions."""
+
+    engine: str = key(
+        "transformers",
+        "Rollout engine; `transformers` decodes in a process of its own, on any device.",
+        choices=("transformers",),
+    )
+    replicas: int = key(
+        1, "Rollout processes, each with the whole model; prompts are divided among them.", unit="processes", low=1
+    )
+    n: int = key(8, "Completions per prompt: the size of a group.", unit="samples", low=1)
+    temperature: float = key(1.0, "Sampling temperature of training rollouts; log-probs are taken at it too.", above=0)
+    validation_temperature: float = key(1.0, "Sampling temperature of validation; 0 takes the likeliest token.", low=0)
+    max_response: int = key(
+        16, "Longest completion; a longer one is cut and counted as truncated.", unit="tokens", low=1
+    )
+    top_p: float = key(1.0, "Nucleus sampling; only 1 (off) is accepted in training.", above=0, high=1)
+    top_k: int = key(0, "Top-k sampling; only 0 (off) is accepted in training.", low=0)
+    batch_size: int = key(256, "Sequences a replica decodes at once.", unit="sequences", low=1)
+    timeout_s: float = key(600.0, "A rollout of one step that takes longer ends the run.", unit="s", above=0)
+
+
+@dataclass
+class AlgorithmConfig:
+    """GRPO: advantages, loss and KL."""
+
+    advantage: str = key(
+        "group_std",
+        "Reward minus its group's mean, divided by the group's standard deviation or not.",
+        choices=("group_std", "group_mean"),
+    )
+    clip_low: float = key(0.2, "The probability ratio is clipped below at 1 - clip_low.", low=0, high=1)
+    clip_high: float = key(0.2, "The probability ratio is clipped above at 1 + clip_high.", low=0)
+    dual_clip: float = key(
+        3.0, "With a negative advantage the loss is bounded at this multiple of it; 0 turns it off.", low=0
+    )
+    kl: str = key(
+        "none",
+        "KL to the starting model: k1 acts in the reward, k2 and k3 in the loss.",
+        choices=("none", "k1", "k2", "k3"),
+    )
+    kl_coef: float = key(0.001, "Weight of the KL term.", low=0)
+    aggregation: str = key(
+        "token_mean",
+        "Mean over all tokens of the minibatch, or over sequences of their means.",
+        choices=("token_mean", "sequence_mean"),
+    )
+    minibatches: int = key(1, "Optimizer steps a batch is cut into.", low=1)
+    epochs: int = key(1, "Times a batch is gone through.", low=1)
+
+
+@dataclass
+class DataConfig:
+    """Prompts and answers."""
+
+    train: str = key("", "Training prompts: a .jsonl or .parquet file, or `reasoning_gym:NAME?size=N&seed=N`.")
+    validation: str = key("", "Held-out prompts, same forms as data.train; empty: no validation.")
+    prompts_per_step: int = key(
+        16, "Prompts of one step; the batch has prompts_per_step * rollout.n samples.", unit="prompts", low=1
+    )
+    prompt_key: str = key("auto", "Field of a record that holds the prompt; `auto` tries `question`, then `prompt`.")
+    answer_key: str = key(
+        "auto", "Field that holds the answer; `auto` tries `answer`, then `reward_model.ground_truth`."
+    )
+    template: str = key("{question}", "Text the model is given; {question} stands for the prompt.")
+    shuffle: bool = key(True, "Shuffle the prompts anew each epoch, by (trainer.seed, epoch).")
+    max_prompt: int = key(64, "Longest prompt; a longer one is refused before training.", unit="tokens", low=1)
+    chat_template: bool = key(False, "Render the prompt through the tokenizer's chat template.")
+
+
+@dataclass
+class RewardConfig:
+    """The verifier of completions."""
+
+    name: str = key("last_number", "A shipped verifier, or `module:function` of your own.")
+    on_error: str = key(
+        "stop",
+        "A verifier that raises, hangs or returns no number: `stop` the run or `exclude` the sample.",
+        choices=("stop", "exclude"),
+    )
+    timeout_s: float = key(10.0, "Time one completion may take to verify.", unit="s", above=0)
+    args: dict[str, Any] = key({}, "Further arguments of the verifier, by name.")
+
+
+@dataclass
+class CheckpointConfig:
+    """Saves of the run's state."""
+
+    every: int = key(10, "Steps between saves; the last step is always saved.", unit="steps", low=1)
+    keep: int = key(2, "Newest checkpoints kept.", low=1)
+    contents: list[str] = key(
+        list(CHECKPOINT_PARTS),
+        "What is saved; without `optimizer` a resumed run starts with fresh moments.",
+        choices=CHECKPOINT_PARTS,
+    )
+
+
+@dataclass
+class GatesConfig:
+    """Bounds that end a run when they are crossed."""
+
+    pearson_min: float = key(
+        0.0, "Least correlation of the rollout's and the trainer's token probabilities; 0 never stops.", low=0, high=1
+    )
+
+
+@dataclass
+class TrainerConfig:
+    """The loop."""
+
+    steps: int = key(50, "Steps of the run.", unit="steps", low=1)
+    seed: int = key(1, "Seed of sampling, shuffling and initialisation.", low=0)
+    validate_every: int = key(10, "Steps between validations; 0 never validates.", unit="steps", low=0)
+    validation_prompts: int = key(128, "Held-out prompts of one validation.", unit="prompts", low=1)
+    validation_n: int = key(1, "Completions per held-out prompt.", unit="samples", low=1)
+    router_bias: str = key("frozen", "The router's correction bias in training.", choices=("frozen",))
+    gates: GatesConfig = field(default_factory=GatesConfig)
+
+
+@dataclass
+class ClusterConfig:
+    """Machines and processes."""
+
+    nodes: int = key(1, "Machines.", low=1)
+    gpus_per_node: int = key(
+        1, "Trainer ranks per machine: GPUs, or processes where engine.device is cpu.", unit="ranks", low=1
+    )
+    object_store_gib: float = key(
+        1.0, "Shared memory for weights in flight between trainer and rollout.", unit="GiB", above=0
+    )
+    port: int = key(0, "TCP port where trainer ranks meet; 0 picks a free one.", low=0, high=65535)
+
+
+@dataclass
+class ObserveConfig:
+    """What a run records besides metrics.jsonl."""
+
+    tensorboard: bool = key(True, "Write TensorBoard event files into the run directory.")
+    samples_per_step: int = key(8, "Completions written to samples.jsonl each step.", unit="samples", low=0)
+
+
+@dataclass
+class Config:
+    """A whole run. `origins` maps each key (``layout.pp``) to where its value came from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    def __post_init__(self) -> None:
+        self.origins: dict[str, str] = {}
+        self.recipe = ""  # the recipe and profile this came from: names, not keys
+        self.profile = ""
+
+    @property
+    def world(self) -> int:
+        """Trainer ranks in all."""
+        return self.cluster.nodes * self.cluster.gpus_per_node
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size; exact once preflight has passed."""
+        return self.world // (self.layout.tp * self.layout.pp)
+
+    def get(self, name: str) -> Any:
+        """The value of a dotted key such as ``layout.pp`` or ``reward.args.buffer``."""
+        node: Any = self
+        for part in name.split("."):
+            node = node[part] if isinstance(node, dict) else getattr(node, part)
+        return node
+
+    def origin(self, name: str) -> str:
+        """Where a key's value came from: default, recipe NAME, profile NAME, file PATH:LINE or command line."""
+        return self.origins.get(name, "default")
+
+    def to_yaml(self, origins: bool = True) -> str:
+        """The resolved configuration as YAML, one key a line, each with its origin as a comment."""
+        from .load import dump_yaml
+
+        return dump_yaml(self, origins)
+
+    @classmethod
+    def from_resolved(cls, path: str | Path) -> Config:
+        """Read a configuration that :meth:`to_yaml` wrote, origins included. Raises UserError as load_config does."""
+        from .load import load_resolved
+
+        return load_resolved(path)
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What is known of one key without a run."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    unit: str
+    choices: tuple[Any, ...]
+    low: float | None
+    above: float | None
+    high: float | None
+
+    def allowed(self) -> str:
+        """The allowed values in words, or an empty string where any value of the type will do."""
+        if self.choices:
+            return ("any of " if self.type.startswith("list") else "one of ") + ", ".join(map(str, self.choices))
+        bounds = []
+        if self.above is not None:
+            bounds.append(f"above {self.above:g}")
+        if self.low is not None:
+            bounds.append(f"at least {self.low:g}")
+        if self.high is not None:
+            bounds.append(f"at most {self.high:g}")
+        return " and ".join(bounds)
+
+
+def keys() -> dict[str, KeyInfo]:
+    """Every key by its dotted name, in the order of the schema."""
+    return {info.name: info for info in _walk(Config, "")}
+
+
+def sections() -> dict[str, str]:
+    """Every section by its dotted name, with its meaning."""
+    found: dict[str, str] = {}
+
+    def visit(cls: type, prefix: str) -> None:
+        for f in dataclasses.fields(cls):
+            if _is_section(f):
+                found[prefix + f.name] = (f.default_factory.__doc__ or "").strip()  # type: ignore[union-attr]
+                visit(f.default_factory, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+
+    visit(Config, "")
+    return found
+
+
+def _is_section(f: dataclasses.Field[Any]) -> bool:
+    return dataclasses.is_dataclass(f.default_factory)
+
+
+def _walk(cls: type, prefix: str) -> Iterator[KeyInfo]:
+    for f in dataclasses.fields(cls):
+        if _is_section(f):
+            yield from _walk(f.default_factory, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+            continue
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        yield KeyInfo(name=prefix + f.name, type=str(f.type), default=default, **f.metadata)
