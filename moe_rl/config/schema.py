@@ -354,7 +354,7 @@ def sections() -> dict[str, str]:
     def visit(cls: type, prefix: str) -> None:
         for f in dataclasses.fields(cls):
             if _is_section(f):
-                found[prefix + f.name] = (f.default_factory.__doc__ or "").strip()  # type: ignore[union-attr]
+                found[prefix + f.name] = (f.default_factory.__doc__ or "").strip()
                 visit(f.default_factory, f"{prefix}{f.name}.")  # type: ignore[arg-type]
 
     visit(Config, "")
