@@ -1,4 +1,4 @@
-"""A DeepSeek-V4 of a few thousand parameters with every kind of layer, for tests that need a real transformers model."""
+"""A DeepSeek-V4 of a few thousand parameters with every kind of layer, for tests that need a real model."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def save_released(
     """
     target = Path(path)
     if target.exists():
-        raise UserError("save.path", f"{target} exists", "nothing is overwritten", "name a directory that does not exist")
+        raise UserError("save.path", f"{target} exists", "nothing is overwritten", "name a new directory")
     with _renamed_when_done(target) as work:
         weight_map, total = _write_weights(work, tensors, table, dtype, max_file_bytes)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
