@@ -133,7 +133,9 @@ class DeepseekV4Arch:
     def _check(self) -> None:
         problems = []
         if self.num_heads * self.head_dim % self.o_groups:
-            problems.append(f"o_groups {self.o_groups} does not divide heads x head_dim {self.num_heads * self.head_dim}")
+            problems.append(
+                f"o_groups {self.o_groups} does not divide heads x head_dim {self.num_heads * self.head_dim}"
+            )
         if self.top_k > self.num_experts:
             problems.append(f"num_experts_per_tok {self.top_k} is more than n_routed_experts {self.num_experts}")
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
@@ -172,7 +174,11 @@ def _require(config: Mapping[str, Any]) -> None:
         "attention_bias": False,
         "mlp_bias": False,
     }
-    wrong = [f"{key}={config[key]!r} (supported: {value!r})" for key, value in only.items() if config.get(key, value) != value]
+    wrong = [
+        f"{key}={config[key]!r} (supported: {value!r})"
+        for key, value in only.items()
+        if config.get(key, value) != value
+    ]
     if wrong:
         raise _bad("; ".join(wrong), "no DeepSeek-V4 release uses other values and they are not implemented")
 
@@ -212,7 +218,9 @@ def _hash_layers(config: Mapping[str, Any], n: int) -> tuple[int, ...]:
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         if config.get("num_hash_layers") is None:
-            raise _bad("neither num_hash_layers nor mlp_layer_types", "which layers are routed by token id is not known")
+            raise _bad(
+                "neither num_hash_layers nor mlp_layer_types", "which layers are routed by token id is not known"
+            )
         return tuple(range(min(n, int(config["num_hash_layers"]))))
     kinds = _per_layer("mlp_layer_types", kinds, n)
     unknown = sorted({str(k) for k in kinds} - {"hash_moe", "moe"})

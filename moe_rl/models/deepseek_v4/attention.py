@@ -1,0 +1,120 @@
+"""Packed attention: a sliding window of tokens, plus compressed entries where the layer has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_rl.models.deepseek_v4.arch import SLIDING, DeepseekV4Arch
+from moe_rl.models.deepseek_v4.compressor import Compressor
+from moe_rl.models.deepseek_v4.layers import GroupedProjection, Projection, RMSNorm, parameter, unit_rms
+from moe_rl.models.deepseek_v4.packed import PackedSequences
+from moe_rl.models.deepseek_v4.rotary import rotate, token_table
+
+
+class Attention(nn.Module):
+    """Multi-query attention with one shared key-value head, per-head sinks and a grouped output projection.
+
+    Queries go in chunks of `chunk` tokens: each meets the keys of its window and the entries of its own sequences,
+    so that no tensor is quadratic in the length of the row; with several chunks each is recomputed in backward.
+    """
+
+    def __init__(self, arch: DeepseekV4Arch, layer: int, chunk: int, dtype, device) -> None:
+        super().__init__()
+        self.arch, self.chunk = arch, chunk
+        sliding = arch.attention_kinds[layer] == SLIDING
+        self.rope = arch.main_rope if sliding else arch.compress_rope
+        self.q_a_proj = Projection(arch.hidden_size, arch.q_lora_rank, dtype, device)
+        self.q_a_norm = RMSNorm(arch.q_lora_rank, arch.norm_eps, dtype, device)
+        self.q_b_proj = Projection(arch.q_lora_rank, arch.num_heads * arch.head_dim, dtype, device)
+        self.kv_proj = Projection(arch.hidden_size, arch.head_dim, dtype, device)
+        self.kv_norm = RMSNorm(arch.head_dim, arch.norm_eps, dtype, device)
+        group_width = arch.num_heads * arch.head_dim // arch.o_groups
+        self.o_a_proj = GroupedProjection(arch.o_groups, group_width, arch.o_lora_rank, dtype, device)
+        self.o_b_proj = Projection(arch.o_groups * arch.o_lora_rank, arch.hidden_size, dtype, device)
+        self.sinks = parameter(arch.num_heads, dtype=dtype, device=device, keep_fp32=True)
+        self.compressor = None if sliding else Compressor(arch, layer, dtype, device)
+
+    def forward(self, x: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+        """x [T, h] (normed) -> [T, h]."""
+        latent = self.q_a_norm(self.q_a_proj(x))
+        queries = self.q_b_proj(latent).split(self.chunk)
+        keys = rotate(self.kv_norm(self.kv_proj(x)), *token_table(self.rope, packed))
+        entries, index_keys = self._compressed(x, packed)
+        recompute = torch.is_grad_enabled() and len(queries) > 1
+        outs = []
+        for i, q in enumerate(queries):
+            args = (q, keys, entries, index_keys, x, latent, packed, i * self.chunk)
+            # No randomness inside, so there is no generator state to keep.
+            outs.append(
+                checkpoint(self._attend, *args, use_reentrant=False, preserve_rng_state=False)
+                if recompute
+                else self._attend(*args)
+            )
+        return self.o_b_proj(self.o_a_proj(torch.cat(outs) if len(outs) > 1 else outs[0]))
+
+    def _compressed(self, x, packed) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Entries [N, head_dim] and the indexer's keys [N, index_head_dim]; None where there are none."""
+        c = self.compressor
+        if c is None or packed.windows(c.ratio).count == 0:
+            return None, None
+        index_keys = None
+        if c.indexer is not None and max(packed.lengths) // c.ratio > c.top_k:
+            with torch.no_grad():
+                index_keys = c.indexer.entries(x, packed)
+        return c.entries(x, packed), index_keys
+
+    def _attend(self, q, keys, entries, index_keys, x, latent, packed: PackedSequences, start: int) -> torch.Tensor:
+        """One chunk of C queries [C, heads * head_dim] (before norm and rotation) -> [C, heads * head_dim]."""
+        stop, band = start + len(q), max(0, start - self.arch.sliding_window + 1)
+        cos, sin = (t[start:stop, None] for t in token_table(self.rope, packed))
+        q = unit_rms(q.unflatten(-1, (self.arch.num_heads, -1)), self.arch.norm_eps)
+        q = rotate(q, cos, sin)
+        seen, allowed = keys[band:stop], self._window_mask(packed, start, stop, band)
+        if entries is not None:
+            first, end, most = packed.visible_windows(start, stop, self.compressor.ratio)
+            if most > 0:
+                mask = self._entry_mask(packed, start, stop, first, end)
+                if index_keys is not None and most > self.compressor.top_k:
+                    scores = self.compressor.indexer.scores(
+                        x[start:stop], latent[start:stop], index_keys[first:end], packed, start
+                    )
+                    mask = mask & _top(scores, mask, self.compressor.top_k)
+                seen, allowed = torch.cat((seen, entries[first:end])), torch.cat((allowed, mask), dim=-1)
+        out = sink_attention(q, seen, allowed, self.sinks)
+        return rotate(out, cos, -sin).flatten(1)
+
+    def _window_mask(self, packed: PackedSequences, start: int, stop: int, band: int) -> torch.Tensor:
+        """bool [C, stop - band]: own sequence, not ahead, less than `sliding_window` behind."""
+        rows = torch.arange(start, stop, device=packed.device)[:, None]
+        columns = torch.arange(band, stop, device=packed.device)[None]
+        same = packed.sequence_ids[start:stop, None] == packed.sequence_ids[None, band:stop]
+        return same & (columns <= rows) & (rows - columns < self.arch.sliding_window)
+
+    def _entry_mask(self, packed: PackedSequences, start: int, stop: int, first: int, end: int) -> torch.Tensor:
+        """bool [C, end - first]: entries of the query's own sequence whose window has closed by its position."""
+        windows = packed.windows(self.compressor.ratio)
+        closed = (packed.positions[start:stop, None] + 1) // windows.ratio
+        same = packed.sequence_ids[start:stop, None] == windows.sequence[None, first:end]
+        return same & (windows.index[None, first:end] < closed)
+
+
+def _top(scores: torch.Tensor, allowed: torch.Tensor, k: int) -> torch.Tensor:
+    """bool [C, N]: the k best allowed entries of each row (all of them where fewer are allowed)."""
+    best = scores.masked_fill(~allowed, float("-inf")).topk(min(k, scores.shape[-1]), dim=-1).indices
+    return torch.zeros_like(allowed).scatter(1, best, True)
+
+
+def sink_attention(q: torch.Tensor, kv: torch.Tensor, allowed: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """softmax(q k / sqrt(d)) v with k = v = `kv` and one extra logit per head that carries no value.
+
+    q [C, heads, d], kv [M, d], allowed bool [C, M], sinks [heads] -> [C, heads, d]; the softmax in float32.
+    """
+    logits = (q @ kv.t()).float() * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~allowed[:, None], float("-inf"))
+    sink = sinks.float()[None, :, None]
+    peak = torch.maximum(logits.detach().amax(-1, keepdim=True), sink.detach())
+    weights = torch.exp(logits - peak)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink - peak)
+    return (weights / total).to(kv.dtype) @ kv

@@ -1,0 +1,193 @@
+"""From an architecture and a layout to megatron-core's configuration, model chunks and fresh weights."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import torch
+from torch.nn import functional as F
+
+from moe_rl.errors import UserError
+from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
+from moe_rl.models.deepseek_v4.model import DeepseekV4Model, V4TransformerConfig, build_device
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NO_TENSOR_PARALLEL = (
+    "attention shares one key-value head among all query heads, so its layers are not split (use ep, pp)"
+)
+
+
+def make_transformer_config(
+    arch: DeepseekV4Arch,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    stages: str = "",
+    recompute: str = "off",
+    dtype: str = "fp32",
+    device: str = "cpu",
+    attention_chunk: int = 256,
+    logprob_chunk: int = 1024,
+) -> V4TransformerConfig:
+    """The one configuration that all chunks of a rank share.
+
+    `stages` is the pipeline layout (`Ett|ttL`), needed when pp > 1; `recompute` is "off" or "full"; `dtype` "fp32" or
+    "bf16"; chunks are in tokens.
+
+    Raises:
+        UserError: tensor parallelism, or an unknown dtype or recompute mode.
+    """
+    if tp > 1 or etp > 1:
+        raise UserError(
+            "layout.tp", f"layout.tp={tp} layout.etp={etp} with a DeepSeek-V4 model", NO_TENSOR_PARALLEL, "use 1"
+        )
+    if dtype not in DTYPES:
+        raise UserError("engine.dtype", f"engine.dtype={dtype}", f"known: {', '.join(DTYPES)}", "use one of them")
+    if recompute not in ("off", "full"):
+        raise UserError("engine.recompute", f"engine.recompute={recompute}", "known: off, full", "use one of them")
+    return V4TransformerConfig(
+        arch=arch,
+        attention_chunk=attention_chunk,
+        logprob_chunk=logprob_chunk,
+        **_sizes(arch),
+        **_experts(arch),
+        **_numerics(DTYPES[dtype], device),
+        **_pipeline(pp, vpp, stages, DTYPES[dtype]),
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        **(
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            if recompute == "full"
+            else {}
+        ),
+    )
+
+
+def _sizes(arch: DeepseekV4Arch) -> dict:
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.moe_intermediate_size,
+        "layernorm_epsilon": arch.norm_eps,
+        "normalization": "RMSNorm",
+        "init_method_std": arch.initializer_range,
+    }
+
+
+def _experts(arch: DeepseekV4Arch) -> dict:
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_router_topk": arch.top_k,
+        "moe_ffn_hidden_size": arch.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": arch.moe_intermediate_size,
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_dtype": "fp32",
+        # Our router holds its own bias, which RL leaves as it is; megatron-core would move it at each step.
+        "moe_router_enable_expert_bias": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        # The overlapped shared expert leaves out the clamp of the activation.
+        "moe_shared_expert_overlap": False,
+        "activation_func": F.silu,
+        "activation_func_clamp_value": arch.swiglu_limit,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+    }
+
+
+def _numerics(dtype: torch.dtype, device: str) -> dict:
+    return {
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "transformer_impl": "local",
+        # The fused activation leaves out the clamp too; the other fusions need kernels that a CPU lacks.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": device == "cpu",
+        "perform_initialization": False,
+        # Losses arrive as sums that carry their own weights.
+        "calculate_per_token_loss": True,
+    }
+
+
+def _pipeline(pp: int, vpp: int, stages: str, dtype: torch.dtype) -> dict:
+    return {
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+        "pipeline_model_parallel_layout": stages if pp > 1 else None,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+        "deallocate_pipeline_outputs": True,
+        # With two stages batched sends match first in first out, and an interleaved schedule would swap tensors.
+        "overlap_p2p_comm": vpp > 1,
+        "batch_p2p_comm": vpp <= 1,
+    }
+
+
+def build_chunk(
+    arch: DeepseekV4Arch, config: V4TransformerConfig, pre: bool = True, post: bool = True, vp_stage: int | None = None
+) -> DeepseekV4Model:
+    """One pipeline chunk on the device of `config`, its parameters in their final dtypes and uninitialised.
+
+    Needs torch.distributed and megatron-core's process groups to be up.
+    """
+    assert config.arch == arch, "the configuration was made for another architecture"
+    return DeepseekV4Model(config, pre, post, vp_stage=vp_stage).to(build_device(config))
+
+
+def global_name(model: DeepseekV4Model, name: str) -> str:
+    """A parameter's or buffer's name with its expert's global number: the same in every layout."""
+    group = model.pg_collection.ep
+
+    def renumber(match: re.Match) -> str:
+        return f"local_experts.{int(match[1]) + group.rank() * (model.arch.num_experts // group.size())}"
+
+    return re.sub(r"local_experts\.(\d+)", renumber, name)
+
+
+@torch.no_grad()
+def init_weights(model: DeepseekV4Model, seed: int) -> None:
+    """Fresh weights that depend on (seed, global name) alone, so that every layout starts alike.
+
+    Matrices are normal with the config's `initializer_range`; norms and scales 1; sinks, biases and bases 0; each token id
+    of a hash layer gets `top_k` distinct experts, all experts equally often.
+    """
+    arch = model.arch
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        key = hashlib.blake2b(f"{seed}:{global_name(model, name)}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf == "tid2eid":
+            tensor.copy_(balanced_table(arch.vocab_size, arch.num_experts, arch.top_k, generator))
+        elif leaf in ("sinks", "position_bias", "expert_bias", "base", "hc_base"):
+            tensor.zero_()
+        elif leaf in ("scale", "hc_scale") or "norm" in name.split(".")[-2]:
+            tensor.fill_(1.0)
+        else:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * arch.initializer_range)
+
+
+def balanced_table(vocab: int, experts: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
+    """int64 [vocab, top_k]: distinct experts in each row, and each expert equally often up to a last partial block.
+
+    Rows come in blocks of `experts`: within a block each column is a rotation of one permutation of all experts.
+    """
+    blocks = -(-vocab // experts)
+    first = torch.rand(blocks, experts, generator=generator).argsort(1)
+    shift = torch.rand(blocks, experts, generator=generator).argsort(1)[:, :top_k]
+    table = ((first[:, :, None] + shift[:, None, :]) % experts).flatten(0, 1)[:vocab]
+    return table[torch.randperm(vocab, generator=generator)]

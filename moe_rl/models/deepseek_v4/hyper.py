@@ -1,0 +1,68 @@
+"""Manifold-constrained hyper-connections: n residual streams, mixed by a doubly stochastic matrix. All in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
+from moe_rl.models.deepseek_v4.layers import parameter, unit_rms
+
+
+def sinkhorn(matrix: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Bring positive [..., n, n] towards unit row and column sums; a column step first, then `iterations` - 1 pairs."""
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+class HyperConnection(nn.Module):
+    """Computes, per token, how the streams collapse to a block's input and how its output rejoins them."""
+
+    def __init__(self, arch: DeepseekV4Arch, device: torch.device) -> None:
+        super().__init__()
+        self.arch = arch
+        kept = {"dtype": torch.float32, "device": device, "keep_fp32": True}
+        self.fn = parameter(arch.hc_mix, arch.hc_mult * arch.hidden_size, **kept)
+        self.base = parameter(arch.hc_mix, **kept)
+        self.scale = parameter(3, **kept)
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """streams [T, n, h] -> block input [T, h] (dtype of streams), post [T, n] and comb [T, n, n] (float32)."""
+        n, eps = self.arch.hc_mult, self.arch.hc_eps
+        mixed = F.linear(unit_rms(streams.flatten(-2).float(), self.arch.norm_eps), self.fn)
+        sizes = [n, n, n * n]
+        pre, post, comb = (
+            w * s + b
+            for w, s, b in zip(mixed.split(sizes, -1), self.scale.unbind(), self.base.split(sizes), strict=True)
+        )
+        pre = torch.sigmoid(pre) + eps
+        comb = sinkhorn(torch.softmax(comb.unflatten(-1, (n, n)), -1) + eps, self.arch.hc_sinkhorn_iters, eps)
+        collapsed = (pre.unsqueeze(-1) * streams).sum(-2).to(streams.dtype)
+        return collapsed, 2 * torch.sigmoid(post), comb
+
+    @staticmethod
+    def rejoin(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+        """New streams [T, n, h]: stream k gets post[k] * out + sum over j of comb[j, k] * streams[j]."""
+        dtype = streams.dtype
+        return post.to(dtype).unsqueeze(-1) * out.unsqueeze(-2) + comb.to(dtype).transpose(-1, -2) @ streams
+
+
+class HyperHead(nn.Module):
+    """Collapses the streams of the last layer, [T, n, h] -> [T, h]."""
+
+    def __init__(self, arch: DeepseekV4Arch, device: torch.device) -> None:
+        super().__init__()
+        self.arch = arch
+        kept = {"dtype": torch.float32, "device": device, "keep_fp32": True}
+        self.hc_fn = parameter(arch.hc_mult, arch.hc_mult * arch.hidden_size, **kept)
+        self.hc_base = parameter(arch.hc_mult, **kept)
+        self.hc_scale = parameter(1, **kept)
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        mixed = F.linear(unit_rms(streams.flatten(-2).float(), self.arch.norm_eps), self.hc_fn)
+        pre = torch.sigmoid(mixed * self.hc_scale + self.hc_base) + self.arch.hc_eps
+        return (pre.unsqueeze(-1) * streams).sum(-2).to(streams.dtype)

@@ -1,0 +1,170 @@
+"""DeepSeek-V4 as a megatron-core module: packed rows of tokens in, log-probabilities or the next stage's input out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import make_viewless_tensor
+from torch import nn
+
+from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
+from moe_rl.models.deepseek_v4.attention import Attention
+from moe_rl.models.deepseek_v4.hyper import HyperConnection, HyperHead
+from moe_rl.models.deepseek_v4.layers import RMSNorm
+from moe_rl.models.deepseek_v4.logprobs import label_logprobs
+from moe_rl.models.deepseek_v4.moe import build_moe
+from moe_rl.models.deepseek_v4.packed import PackedSequences
+
+
+@dataclass
+class V4TransformerConfig(TransformerConfig):
+    """megatron-core's configuration with the architecture and our chunk sizes (tokens) beside it."""
+
+    arch: DeepseekV4Arch | None = None
+    attention_chunk: int = 256
+    logprob_chunk: int = 1024
+
+
+def build_device(config: TransformerConfig) -> torch.device:
+    """Where parameters are created."""
+    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+
+
+class DecoderLayer(MegatronModule):
+    """Attention and experts, each between a hyper-connection's collapse and rejoin."""
+
+    def __init__(self, config: V4TransformerConfig, layer: int, pg_collection) -> None:
+        super().__init__(config)
+        arch, dtype, device = config.arch, config.params_dtype, build_device(config)
+        self.layer_number = layer + 1
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
+        self.attn_hc, self.ffn_hc = HyperConnection(arch, device), HyperConnection(arch, device)
+        self.self_attn = Attention(arch, layer, config.attention_chunk, dtype, device)
+        self.mlp = build_moe(config, layer, pg_collection)
+
+    def forward(self, streams: torch.Tensor, token_ids: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+        """streams [T, n, h], token_ids [T] -> streams [T, n, h]."""
+        x, post, comb = self.attn_hc(streams)
+        streams = HyperConnection.rejoin(streams, self.self_attn(self.input_layernorm(x), packed), post, comb)
+        x, post, comb = self.ffn_hc(streams)
+        out = self.mlp(self.post_attention_layernorm(x).unsqueeze(1), token_ids).squeeze(1)
+        return HyperConnection.rejoin(streams, out, post, comb)
+
+
+class GlobalLayers(nn.ModuleDict):
+    """Layers keyed by their global index, so that checkpoint keys are equal in every pipeline layout.
+
+    megatron-core treats what lies below a plain container as replicated over the ranks, experts too: recurse here.
+    """
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        state = {}
+        for index, layer in self.items():
+            state.update(sharded_state_dict_default(layer, f"{prefix}{index}.", sharded_offsets, metadata))
+        return state
+
+
+class DeepseekV4Model(LanguageModule):
+    """One pipeline chunk of the model. Parameters are uninitialised: load weights or call `init_weights`.
+
+    With `pre_process` it holds the embedding, with `post_process` the stream head, final norm and output layer.
+    """
+
+    def __init__(
+        self,
+        config: V4TransformerConfig,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        pg_collection=None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        arch, device = config.arch, build_device(config)
+        self.arch = arch
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = False
+        self.input_tensor: torch.Tensor | None = None
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, arch.vocab_size, arch.max_positions, position_embedding_type="none", tp_group=self.tp_group
+            )
+        first = get_transformer_layer_offset(config, vp_stage, self.pp_group.rank())
+        count = get_num_layers_to_build(config, vp_stage, self.pp_group.rank())
+        self.layers = GlobalLayers(
+            {str(i): DecoderLayer(config, i, self.pg_collection) for i in range(first, first + count)}
+        )
+        if post_process:
+            self.hc_head = HyperHead(arch, device)
+            self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, config.params_dtype, device)
+            self.output_layer = ColumnParallelLinear(
+                arch.hidden_size,
+                arch.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                tp_group=self.tp_group,
+            )
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+        for name, weight in self.named_parameters():
+            if ".local_experts." in name:
+                # megatron-core marks experts only when EP > 1, and the optimizer's checkpoint would depend on EP.
+                weight.allreduce = False
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """Called by the pipeline schedule with the previous stage's output."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        packed: PackedSequences,
+        labels: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> torch.Tensor:
+        """tokens int64 [1, T] on every stage (hash layers need them), `packed` their boundaries.
+
+        Returns:
+            without `post_process` the next stage's input [T, 1, n * h]; with it and `labels` int64 [1, T] float32 [1, T]
+            log-probs of the labels under softmax(logits / temperature), or [2, T] with `entropy` (row 1, no gradient);
+            with it and no labels the logits [1, T, V].
+        """
+        ids, n = tokens[0], self.arch.hc_mult
+        if self.pre_process:
+            streams = self.embedding(tokens, None).expand(-1, n, -1).contiguous()
+        else:
+            streams = self.input_tensor.view(packed.total, n, self.arch.hidden_size)
+        for layer in self.layers.values():
+            streams = self._layer(layer, streams, ids, packed)
+        if not self.post_process:
+            # The schedule frees a stage's output after sending it, which it refuses for views.
+            return make_viewless_tensor(streams.flatten(1).unsqueeze(1), requires_grad=True, keep_graph=True)
+        hidden = self.norm(self.hc_head(streams))
+        weight = self.output_layer.weight
+        if labels is None:
+            return (hidden @ weight.t())[None]
+        return label_logprobs(hidden, weight, labels[0], temperature, self.config.logprob_chunk, entropy)
+
+    def _layer(self, layer: DecoderLayer, streams, ids, packed) -> torch.Tensor:
+        if self.config.recompute_granularity != "full" or not torch.is_grad_enabled():
+            return layer(streams, ids, packed)
+        if not streams.requires_grad:
+            # A frozen embedding would make the re-entrant checkpoint drop the layer's gradients without a word.
+            streams = streams.detach().requires_grad_()
+        # checkpoint() takes tensors only; the boundaries ride in the closure.
+        return tensor_parallel.checkpoint(lambda s, t: layer(s, t, packed), False, streams, ids)

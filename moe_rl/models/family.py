@@ -1,0 +1,171 @@
+"""Model families by name, and the facts of a model directory. Torch-free until a chunk is built."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config.facts import ModelFacts
+from moe_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the rest of the project may ask of a model family."""
+
+    name: str
+    model_types: tuple[str, ...]
+    supports_tp: bool
+    tp_reason: str
+
+    def read_arch(self, path: str | Path) -> Any:
+        """The architecture in `path`/config.json (UserError where it is missing or wrong)."""
+        raise NotImplementedError
+
+    def facts(self, arch: Any) -> dict[str, Any]:
+        """The fields of `ModelFacts` that the architecture gives."""
+        raise NotImplementedError
+
+    def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
+        """megatron-core's configuration for a layout (tp, pp, vpp, ep, etp, stages, recompute, dtype, device, chunks)."""
+        raise NotImplementedError
+
+    def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
+        """One pipeline chunk, its parameters uninitialised."""
+        raise NotImplementedError
+
+    def init_weights(self, chunk: Any, seed: int) -> None:
+        """Fresh weights, the same in every layout."""
+        raise NotImplementedError
+
+    def weight_table(self, arch: Any) -> Any:
+        """The weight map: released name <-> megatron-core name <-> transformers name."""
+        raise NotImplementedError
+
+
+class _DeepseekV4(Family):
+    def read_arch(self, path: str | Path) -> Any:
+        from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
+
+        return DeepseekV4Arch.from_dict(read_config(path))
+
+    def facts(self, arch: Any) -> dict[str, Any]:
+        return {
+            "num_layers": arch.num_layers,
+            "hash_layers": arch.hash_layers,
+            "vocab_size": arch.vocab_size,
+            "max_positions": arch.max_positions,
+            "num_experts": arch.num_experts,
+            "top_k": arch.top_k,
+            "hidden_size": arch.hidden_size,
+            "num_heads": arch.num_heads,
+        }
+
+    def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
+        from moe_rl.models.deepseek_v4.build import make_transformer_config
+
+        return make_transformer_config(arch, **layout)
+
+    def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
+        from moe_rl.models.deepseek_v4.build import build_chunk
+
+        return build_chunk(arch, config, pre, post, vp_stage)
+
+    def init_weights(self, chunk: Any, seed: int) -> None:
+        from moe_rl.models.deepseek_v4.build import init_weights
+
+        init_weights(chunk, seed)
+
+    def weight_table(self, arch: Any) -> Any:
+        from moe_rl.models.deepseek_v4.weights import weight_table
+
+        return weight_table(arch)
+
+
+FAMILIES = {
+    "deepseek_v4": _DeepseekV4(
+        "deepseek_v4",
+        ("deepseek_v4",),
+        supports_tp=False,
+        tp_reason="all query heads share one key-value head, so attention is not split; use layout.ep and layout.pp",
+    )
+}
+
+
+def get_family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        UserError: no such family.
+    """
+    if name not in FAMILIES:
+        raise UserError(
+            "model.family", f"model.family={name}", f"known families: {', '.join(FAMILIES)}", "use one of them"
+        )
+    return FAMILIES[name]
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a model directory.
+
+    Raises:
+        UserError: the directory or the file is missing, or the file is not a JSON object.
+    """
+    file = Path(path) / "config.json"
+    if not str(path) or not file.is_file():
+        raise UserError(
+            "model.path", f"no config.json in {path!s}", "model.path must be a model directory", "set model.path"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError("model.config", f"{file} is not JSON", str(error), "copy the file again") from None
+    if not isinstance(config, dict):
+        raise UserError(
+            "model.config", f"{file} is not a JSON object", f"it holds a {type(config).__name__}", "copy it again"
+        )
+    return config
+
+
+def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
+    """What preflight needs to know of the model in `path`, from config.json, tokenizer.json and the file names alone.
+
+    Raises:
+        UserError: no config.json, sizes missing, or a model type of no known family.
+    """
+    config = read_config(path)
+    if family == "auto":
+        kind = config.get("model_type")
+        family = next((f.name for f in FAMILIES.values() if kind in f.model_types), "")
+        if not family:
+            known = ", ".join(t for f in FAMILIES.values() for t in f.model_types)
+            raise UserError(
+                "model.family", f"model_type {kind!r} in {path}", f"known model types: {known}", "use one of them"
+            )
+    chosen = get_family(family)
+    return ModelFacts(
+        family=chosen.name,
+        path=str(path),
+        tokenizer_vocab=_tokenizer_vocab(Path(path)),
+        supports_tp=chosen.supports_tp,
+        tp_reason=chosen.tp_reason,
+        weight_files=len(list(Path(path).glob("*.safetensors"))),
+        **chosen.facts(chosen.read_arch(path)),
+    )
+
+
+def _tokenizer_vocab(path: Path) -> int | None:
+    """Highest token id of tokenizer.json + 1, None where the directory has no such file."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        vocab = tokenizer.get("model", {}).get("vocab", {})
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        added = [token["id"] for token in tokenizer.get("added_tokens", [])]
+        return max([*ids, *added], default=-1) + 1
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise UserError("model.tokenizer", f"{file} is not a tokenizer", str(error), "copy the file again") from None

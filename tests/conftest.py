@@ -1,0 +1,37 @@
+"""Shared fixtures: one process group of one rank for tests that build megatron-core modules in this process."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import pytest
+
+from tests.distributed import free_port
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: minutes rather than seconds; left out of the fast suite")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def megatron_world():
+    """gloo, megatron-core's process groups and the CPU shim for a world of one rank, in this process.
+
+    Tests of several ranks use `tests.distributed.run_ranks` and leave this process alone.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from moe_patches import cpu
+
+    torch.set_num_threads(1)
+    cpu.install()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
