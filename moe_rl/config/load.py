@@ -29,7 +29,7 @@ DEFAULT_PROFILE = "cpu"
 FREE_FORM = "reward.args"  # a mapping whose keys belong to the verifier, not to the schema
 PATH_KEYS = ("model.path", "data.train", "data.validation")
 _HEADER = "# moe_rl configuration: recipe {recipe}, profile {profile}"
-_HEADER_PATTERN = re.compile(r"# moe_rl configuration: recipe (.*), profile (.*)")
+_HEADER_PATTERN = re.compile(r"# moe_rl configuration: recipe (.*), profile (.*)")  # matched at the first line
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(
-    recipe: str,
+    recipe: str | Path | None,
     overrides: Sequence[str] = (),
     *,
     hw: str | None = None,
@@ -64,40 +64,48 @@ def load_config(
 ) -> Config:
     """The configuration of a run.
 
-    `recipe` is the name of a shipped recipe or a path to a YAML file, `overrides` are ``key=value`` strings, `hw` the
-    name of a profile (or a path to one; None: the recipe's own ``profile:`` line, else cpu), `files` YAML files read
-    after the profile, later ones winning. Raises one UserError that names every unknown key, wrong type and value that
-    is not allowed. Rules over several keys are :func:`moe_rl.config.check`'s.
+    `recipe` is the name of a shipped recipe, or a path to a YAML file (one that :meth:`Config.to_yaml` wrote keeps its
+    origins and profile), or None for the defaults alone. `overrides` are ``key=value`` strings, `hw` names a profile
+    (None: the recipe's own ``profile:`` line, else cpu), `files` are YAML files read after the profile, later ones
+    winning. Raises one UserError that names every unknown key, wrong type and value that is not allowed. Rules over
+    several keys are :func:`moe_rl.config.check`'s.
     """
-    recipe_path = _find("recipe", recipe)
-    entries, meta = _read_yaml(recipe_path, _label("recipe", recipe), meta_keys=("profile",))
-    profile = hw or str(meta.get("profile") or DEFAULT_PROFILE)
-    profile_path = _find("profile", profile)
-    entries += _read_yaml(profile_path, _label("profile", profile))[0]
+    entries: list[Entry] = []
+    name, profile = str(recipe or ""), hw or DEFAULT_PROFILE
+    resolved = None
+    if recipe is not None:
+        path = _find("recipe", name)
+        resolved = _HEADER_PATTERN.match(_read_text(path))
+        entries, meta = _read_yaml(
+            path, _label("recipe", name), meta_keys=("profile",), origins_in_comments=bool(resolved)
+        )
+        profile = hw or str(meta.get("profile") or DEFAULT_PROFILE)
+    if resolved:
+        name = resolved[1]
+        profile = hw or resolved[2]
+    if hw or not resolved:
+        entries += _read_yaml(_find("profile", profile), _label("profile", profile))[0]
     for file in files:
         path = Path(file).expanduser()
         if not path.is_file():
             raise UserError(
-                "config.file", f"configuration file {file} does not exist", fix="Check the path given to --file."
+                "config.file", f"configuration file {file} does not exist", fix="Check the path after --file."
             )
         entries += _read_yaml(path, None)[0]
     entries += [_parse_override(text) for text in overrides]
     config = _build(entries)
-    config.recipe, config.profile = recipe, profile
+    config.recipe, config.profile = name, profile
     return config
 
 
 def load_resolved(path: str | Path) -> Config:
-    """Read what :func:`dump_yaml` wrote. A value without an origin comment gets the file and line as its origin."""
+    """Read what :func:`dump_yaml` wrote. Raises UserError if there is no such file or it is no resolved configuration."""
     path = Path(path)
     if not path.is_file():
         raise UserError("config.file", f"{path} does not exist", "A run directory keeps its configuration there.")
-    entries, _ = _read_yaml(path, None, origins_in_comments=True)
-    config = _build(entries)
-    header = _HEADER_PATTERN.match(path.read_text().split("\n", 1)[0])
-    if header:
-        config.recipe, config.profile = header.groups()
-    return config
+    if not _HEADER_PATTERN.match(_read_text(path)):
+        raise UserError("config.file", f"{path} is no resolved configuration", "Its first line does not say so.")
+    return load_config(path)
 
 
 def dump_yaml(config: Config, origins: bool) -> str:
@@ -183,17 +191,24 @@ def _find(kind: str, name: str) -> Path:
     )
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError("config.yaml", f"{path} cannot be read", str(error), "Give a text file in UTF-8.") from None
+
+
 def _read_yaml(
     path: Path, origin: str | None, *, meta_keys: Sequence[str] = (), origins_in_comments: bool = False
 ) -> tuple[list[Entry], dict[str, Any]]:
     """Entries of a YAML file in their order, and the values of its top-level `meta_keys`, which are no run keys."""
+    text = _read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         loader = _Loader(text)
         root = loader.get_single_node()
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except yaml.YAMLError as error:
         raise UserError(
-            "config.yaml", f"{path} cannot be read as YAML", " ".join(str(error).split()), "Correct the file."
+            "config.yaml", f"{path} is not YAML", " ".join(str(error).split()), "Correct the file."
         ) from None
     if root is None:
         return [], {}

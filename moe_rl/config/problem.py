@@ -22,7 +22,7 @@ class Problem:
 
     @property
     def headline(self) -> str:
-        """What is wrong, and where the value was written."""
+        """What is wrong, and where the values at fault were written."""
         if not self.origin:
             return self.what
         return (
@@ -45,8 +45,8 @@ def raise_all(problems: Sequence[Problem]) -> None:
         return
     if len(problems) == 1:
         raise problems[0].error()
-    listed = "\n".join(str(p.error()) for p in problems)
-    raise UserError("config.several", f"{len(problems)} problems:\n{listed}")
+    listed = "\n".join(f"{i}. {p.error()}" for i, p in enumerate(problems, 1))
+    raise UserError("config.several", f"{listed}\n{len(problems)} problems")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -342,11 +343,13 @@ class KeyInfo:
         return " and ".join(bounds)
 
 
+@cache
 def keys() -> dict[str, KeyInfo]:
     """Every key by its dotted name, in the order of the schema."""
     return {info.name: info for info in _walk(Config, "")}
 
 
+@cache
 def sections() -> dict[str, str]:
     """Every section by its dotted name, with its meaning."""
     found: dict[str, str] = {}

@@ -1,0 +1,44 @@
+"""What this machine offers, asked without torch: GPUs, ports, disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+
+def gpu_count() -> int:
+    """NVIDIA devices of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+    devices = [d for d in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", d.name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    return min(len(devices), len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+
+
+def resolve_device(device: str) -> str:
+    """``cpu`` or ``cuda`` for a value of engine.device; ``auto`` is cuda where a GPU is present."""
+    if device == "auto":
+        return "cuda" if gpu_count() else "cpu"
+    return device
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a process of this machine may listen on a TCP port."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that only lingers in TIME_WAIT is free
+        try:
+            s.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free on the file system that holds `path` or will hold it."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
