@@ -36,6 +36,13 @@ class Problem:
         return UserError(self.rule, self.headline, self.why, self.fix)
 
 
+class SeveralProblems(UserError):
+    """Problems found together; `why` holds one message each, numbered."""
+
+    def __str__(self) -> str:
+        return f"{self.what} [{self.rule}]\n{self.why}"
+
+
 def raise_all(problems: Sequence[Problem]) -> None:
     """Raise one UserError that names every problem; do nothing if there is none.
 
@@ -46,7 +53,7 @@ def raise_all(problems: Sequence[Problem]) -> None:
     if len(problems) == 1:
         raise problems[0].error()
     listed = "\n".join(f"{i}. {p.error()}" for i, p in enumerate(problems, 1))
-    raise UserError("config.several", f"{listed}\n{len(problems)} problems")
+    raise SeveralProblems("config.several", f"{len(problems)} problems", listed)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

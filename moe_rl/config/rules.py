@@ -7,7 +7,7 @@ docs/wrong_input.md lists them. A rule that needs the model's facts is silent wi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from moe_rl.errors import UserError
@@ -20,7 +20,6 @@ from .problem import Problem, raise_all
 from .schema import Config
 
 GIB = 2**30
-Rule = Callable[[Config, ModelFacts], Iterator[Problem]]
 
 
 def check(
@@ -37,15 +36,25 @@ def check(
     """
     problems = value_problems(config)
     problems += model_directory(config)
-    for rule in (_world, _group, _batch, _sampling, _optimizer, _algorithm, _device, _checkpoint, _port):
+    problems += layout_problems(config, facts)
+    for rule in (_group, _batch, _sampling, _optimizer, _algorithm, _device, _checkpoint, _port):
         problems += rule(config)
     if not own_data:
         problems += _data(config)
     if facts is not None:
-        for facts_rule in (_family, _layers, _experts, _tensor_parallel, _lengths, _tokenizer):
+        for facts_rule in (_family, _lengths, _tokenizer):
             problems += facts_rule(config, facts)
         if run_dir is not None:
             problems += _disk(config, facts, run_dir)
+    return problems
+
+
+def layout_problems(config: Config, facts: ModelFacts | None, world: int | None = None) -> list[Problem]:
+    """Whether the layout fits `world` ranks (None: those of config.cluster) and, with facts, the model."""
+    problems = list(_world(config, config.world if world is None else world))
+    if facts is not None:
+        for rule in (_layers, _experts, _tensor_parallel):
+            problems += rule(config, facts)
     return problems
 
 
@@ -93,12 +102,12 @@ def model_directory(config: Config) -> Iterator[Problem]:
     yield _problem(config, rule, "model.path", what, why, fix)
 
 
-def _world(config: Config) -> Iterator[Problem]:
-    layout, world = config.layout, config.world
+def _world(config: Config, world: int) -> Iterator[Problem]:
+    layout = config.layout
     replica = layout.tp * layout.pp
-    ranks = (
-        f"cluster.nodes {config.cluster.nodes} * cluster.gpus_per_node {config.cluster.gpus_per_node} = {world} ranks"
-    )
+    ranks = f"{world} rank(s)"
+    if world == config.world:
+        ranks = f"cluster.nodes {config.cluster.nodes} * cluster.gpus_per_node {config.cluster.gpus_per_node} = {ranks}"
     if world % replica:
         yield _problem(
             config,

@@ -1,0 +1,261 @@
+"""The ``moe-rl`` command. Torch and the trainer are imported by the commands that need them, after preflight."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_rl import __version__
+from moe_rl.config import Config, ModelFacts, load_config, preflight
+from moe_rl.config.load import shipped
+from moe_rl.config.problem import nearest
+from moe_rl.config.schema import KeyInfo, keys, sections
+from moe_rl.errors import EXIT_DONE, MoeRLError, RunFailed, UserError
+
+EXIT_INTERRUPTED = 130
+RESOLVED = "config.resolved.yaml"
+
+app = typer.Typer(
+    help="GRPO for large mixture-of-experts models, native to Megatron-Core.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over all others.")
+]
+Hardware = Annotated[str | None, typer.Option("--hw", help="Profile of the machine; default: the recipe's own.")]
+Files = Annotated[list[Path] | None, typer.Option("--file", help="YAML file read after the profile; may be repeated.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"moe-rl {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help=f"Shipped: {', '.join(shipped('recipe'))}; or a YAML file.")],
+    overrides: Overrides = None,
+    hw: Hardware = None,
+    file: Files = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; default: runs/RECIPE-TIME.")] = None,
+    resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Continue from a checkpoint.")] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+    ] = False,
+) -> None:
+    """Train a model with GRPO."""
+    config = load_config(recipe, overrides or (), hw=hw, files=file or ())
+    directory = run_dir or Path("runs") / f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    facts = _check(config, directory)
+    if dry_run:
+        print(describe(config, facts))
+        return
+    from moe_rl.trainer.api import train as run_training
+
+    try:
+        code = run_training(config, run_dir=directory, resume=resume)
+    except MoeRLError:
+        raise
+    except Exception as error:
+        raise _unexpected(error, directory) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def score(
+    source: Annotated[str, typer.Argument(help="A model directory, or a checkpoint of a run.")],
+    tokens: Annotated[Path, typer.Option(help='JSONL, one {"tokens": [...]} a line.')],
+    out: Annotated[Path, typer.Option(help='JSONL to write, one {"logprobs": [...]} a line.')],
+    overrides: Overrides = None,
+    hw: Hardware = None,
+    file: Files = None,
+) -> None:
+    """Log-probs of given tokens, in any layout: natural log, the first token of a line omitted."""
+    resolved = _resolved_config(Path(source))
+    overrides = overrides or []
+    if resolved is None:
+        overrides = [f"model.path={source}", *overrides]
+    config = load_config(resolved, overrides, hw=hw, files=file or ())
+    if not tokens.is_file():
+        raise UserError(
+            "score.tokens", f"--tokens {tokens} does not exist", fix='Give a file with {"tokens": [...]} a line.'
+        )
+    from moe_rl.trainer.api import score as run_scoring
+
+    run_scoring(config, source, tokens, out)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
+    """Write report.html and its curves into a run directory."""
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise UserError(
+            "report.run_dir",
+            f"{run_dir} holds no metrics.jsonl",
+            "A report is drawn from the metrics of a run that finished a step.",
+            "Give the directory that `moe-rl train` wrote.",
+        )
+    from moe_rl.observe.report import build
+
+    print(build(run_dir))
+
+
+@app.command()
+def explain(
+    key: Annotated[str, typer.Argument(help="A key (layout.pp), a section (layout), or `all`.")],
+    overrides: Overrides = None,
+    recipe: Annotated[str | None, typer.Option(help="Show the values of this recipe.")] = None,
+    hw: Hardware = None,
+    file: Files = None,
+) -> None:
+    """What a key means, its value and where that came from, its default and the allowed values."""
+    key = key.strip().rstrip(".")
+    if recipe is None and hw is None and not file and not overrides:
+        config = Config()
+    else:
+        config = load_config(recipe, overrides or (), hw=hw, files=file or ())
+    known = keys()
+    if key in known:
+        print(_explain_key(known[key], config))
+    elif key == "all" or key in sections():
+        print(_explain_section(key, config))
+    else:
+        near = nearest(key, [*known, *sections()])
+        raise UserError(
+            "config.unknown_key",
+            f"unknown key {key}" + (f"; nearest: {near}" if near else ""),
+            f"Sections: {', '.join(s for s in sections() if '.' not in s)}.",
+            "`moe-rl explain all` lists every key.",
+        )
+
+
+def describe(config: Config, facts: ModelFacts) -> str:
+    """The plan that --dry-run prints: the model, the layout, the batch, and every value that is not a default."""
+    from moe_rl.planner import describe_layout
+
+    data, n = config.data, config.rollout.n
+    samples = data.prompts_per_step * n
+    lines = [
+        f"model: {facts.family}, {facts.num_layers} layers, {facts.path}",
+        describe_layout(config, facts),
+        f"step: {data.prompts_per_step} prompts * {n} samples = {samples} completions of up to"
+        f" {config.rollout.max_response} tokens, {config.algorithm.epochs * config.algorithm.minibatches} optimizer step(s)",
+        f"data: {data.train}",
+        f"validation: {data.validation if config.trainer.validate_every else 'none'}",
+        "values that are not defaults:",
+    ]
+    lines += [f"  {name}: {config.get(name)}  # {origin}" for name, origin in config.origins.items()]
+    return "\n".join(lines)
+
+
+def _check(config: Config, run_dir: Path) -> ModelFacts:
+    """Preflight in two passes: the model's facts can be read only where model.path is right."""
+    from moe_rl.config.rules import model_directory
+    from moe_rl.models.family import read_facts
+
+    if any(model_directory(config)):
+        preflight(config, run_dir=run_dir)
+    facts = read_facts(config.model.path)
+    preflight(config, facts, run_dir=run_dir)
+    return facts
+
+
+def _resolved_config(source: Path) -> Path | None:
+    """The configuration of the run that a checkpoint belongs to; None for a model directory."""
+    if (source / "config.json").is_file():
+        return None
+    for directory in (source, *list(source.absolute().parents)[:2]):
+        if (directory / RESOLVED).is_file():
+            return directory / RESOLVED
+    raise UserError(
+        "score.source",
+        f"{source} is neither a model directory nor a checkpoint of a run",
+        f"It has no config.json, and no {RESOLVED} is beside its checkpoints directory.",
+        "Give a directory with config.json and safetensors, or RUN/checkpoints/step_NNNNNN.",
+    )
+
+
+def _explain_key(info: KeyInfo, config: Config) -> str:
+    rows = [
+        ("", info.help),
+        ("value", f"{config.get(info.name)!r}  ({config.origin(info.name)})"),
+        ("default", repr(info.default)),
+        ("type", info.type),
+        ("unit", info.unit),
+        ("allowed", info.allowed()),
+    ]
+    return "\n".join([info.name, *(f"  {label + ': ' if label else ''}{text}" for label, text in rows if text)])
+
+
+def _explain_section(name: str, config: Config) -> str:
+    lines = []
+    for section, meaning in sections().items():
+        if name in ("all", section) or section.startswith(f"{name}."):
+            lines.append(f"{section}: {meaning}")
+            inside = (k for k in keys().values() if k.name.rpartition(".")[0] == section)
+            lines += [f"  {k.name} = {config.get(k.name)!r}  {k.help}" for k in inside]
+    return "\n".join(lines)
+
+
+def _unexpected(error: Exception, run_dir: Path | None = None) -> RunFailed:
+    """An exception nobody foresaw as a message; its traceback goes into the run directory, or a temporary file."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        where = error.filename or run_dir or "a file system"
+        fix = "Free space and start again with --resume auto."
+        return RunFailed("disk.full", f"no space left for {where}", "A file could not be written whole.", fix)
+    name = f"error-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    directory = run_dir if run_dir and run_dir.is_dir() else Path(tempfile.mkdtemp(prefix="moe-rl-"))
+    text = "".join(traceback.format_exception(error))
+    try:
+        (directory / name).write_text(text)
+    except OSError as second:
+        text, name = text[-2000:], f"not written: {second}"
+        return RunFailed("internal", f"{type(error).__name__}: {error}", f"A fault of moe-rl; {name}.", log_tail=text)
+    why = f"A fault of moe-rl; the traceback is in {directory / name}."
+    return RunFailed("internal", f"{type(error).__name__}: {error}", why, "Please report it with that file.")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code; every error becomes one message on stderr."""
+    try:
+        app(args=list(arguments), prog_name="moe-rl")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_DONE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        known = error if isinstance(error, MoeRLError) else _unexpected(error)
+        print(f"error: {known}", file=sys.stderr)
+        return known.exit_code
+    return EXIT_DONE
+
+
+def main() -> None:
+    """Entry point of the ``moe-rl`` script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
