@@ -1,0 +1,110 @@
+"""The parts of a trainer rank: model chunks, data-parallel wrappers, optimizer. All built from megatron-core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from torch import nn
+
+from moe_rl.config import Config
+from moe_rl.engine.parallel import Parallel
+
+# The rate is set before every step (schedule.py). A constant here keeps it out of megatron's param-group identifiers,
+# by which a checkpoint is matched: else a run resumed with another rate would not find its groups.
+_GROUP_RATE = 1.0
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """The dtype of weights and activations (`engine.dtype`)."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.engine.dtype]
+
+
+def make_transformer_config(family: Any, arch: Any, config: Config, parallel: Parallel) -> Any:
+    """The family's TransformerConfig for this run's layout, dtype, recompute and chunk sizes."""
+    made = family.make_transformer_config(
+        arch,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        stages=parallel.stages,
+        recompute=config.engine.recompute,
+        dtype=config.engine.dtype,
+        device=parallel.device.type,
+        attention_chunk=config.engine.attention_chunk,
+        logprob_chunk=config.engine.logprob_chunk,
+    )
+    # Losses arrive as sums; without this megatron divides them by micro-batches and data-parallel ranks
+    assert made.calculate_per_token_loss
+    made.finalize_model_grads_func = finalize
+    return made
+
+
+def finalize(model: list[nn.Module], num_tokens: Any = None, pg_collection: Any = None, **kwargs: Any) -> None:
+    """Sum the gradients over data-parallel ranks; the schedule's token count is dropped, so that nothing divides them."""
+    finalize_model_grads(model, None, pg_collection=pg_collection, **kwargs)
+
+
+def build_chunks(family: Any, arch: Any, transformer_config: Any, parallel: Parallel) -> list[nn.Module]:
+    """This rank's model chunks, one per virtual stage, on its device; weights are uninitialised until loaded."""
+    return [
+        family.build_chunk(
+            arch,
+            transformer_config,
+            pre=parallel.is_first and stage == 0,
+            post=parallel.is_last and stage == parallel.vpp - 1,
+            vp_stage=stage if parallel.vpp > 1 else None,
+        )
+        for stage in range(parallel.vpp)
+    ]
+
+
+def wrap_ddp(chunks: list[nn.Module], transformer_config: Any) -> list[DistributedDataParallel]:
+    """Each chunk behind megatron's DDP: parameters and fp32 gradients move into contiguous buffers."""
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [
+        DistributedDataParallel(transformer_config, options, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Any:
+    """AdamW over parameters and states sharded over the data-parallel ranks, with its states allocated.
+
+    Vectors and scalars have no weight decay (megatron's standard). Parameters kept in fp32 have groups of their own: a
+    group of mixed dtypes is saved in another order than it is held.
+    """
+    o, dtype = config.optimizer, dtype_of(config)
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=_GROUP_RATE,
+        min_lr=_GROUP_RATE,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.betas[0],
+        adam_beta2=o.betas[1],
+        adam_eps=o.eps,
+        clip_grad=o.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    overrides = get_standard_config_overrides(options)
+    kept_fp32 = ParamPredicate(name="keep_fp32", fn=lambda param: bool(getattr(param, "keep_fp32", False)))
+    overrides[ParamKey(predicate=kept_fp32)] = {"max_lr": _GROUP_RATE, "min_lr": _GROUP_RATE}
+    optimizer = get_megatron_optimizer(options, chunks, config_overrides=overrides)
+    for part in optimizer.chained_optimizers:  # so that a checkpoint saved before the first step has its states
+        part.init_state_fn(part.optimizer, part.config)
+    return optimizer
+
+
+def set_hyperparameters(optimizer: Any, config: Config, lr: float) -> None:
+    """Give every parameter group the rate `lr` and this run's betas, eps and decay (a checkpoint brings its own)."""
+    o = config.optimizer
+    for group in optimizer.param_groups:
+        group.update(lr=lr, betas=tuple(o.betas), eps=o.eps, weight_decay=o.weight_decay * group["wd_mult"])

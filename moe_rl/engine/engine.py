@@ -1,0 +1,213 @@
+"""The training engine of one rank: the model in megatron's layout, its log-probs, its updates and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_rl.config import Config
+from moe_rl.engine import checkpoint
+from moe_rl.engine.batch import MicroBatch
+from moe_rl.engine.parallel import Parallel, destroy, init_distributed
+from moe_rl.engine.schedule import scheduled_rate
+from moe_rl.errors import RunFailed, UserError
+from moe_rl.models.family import get_family, read_facts
+
+_GIB = 2**30
+
+
+class Engine:
+    """One rank's share of the model. All ranks call the same methods in the same order; each holds its own results.
+
+    Attributes:
+        parallel: where this rank stands.
+        arch: the model's sizes.
+        steps: optimizer steps done so far; the learning rate is a function of it.
+    """
+
+    def __init__(self, config: Config, parallel: Parallel, family: Any, *, train: bool, reference: bool) -> None:
+        from moe_rl.engine import build
+
+        self.config, self.parallel, self.family = config, parallel, family
+        self.arch = family.read_arch(config.model.path)
+        self.steps = 0
+        self.transformer_config = build.make_transformer_config(family, self.arch, config, parallel)
+        self.chunks: list[nn.Module] = build.build_chunks(family, self.arch, self.transformer_config, parallel)
+        self.reference: list[nn.Module] = []
+        if reference:
+            self.reference = build.build_chunks(family, self.arch, self.transformer_config, parallel)
+            for chunk in self.reference:
+                chunk.eval().requires_grad_(False)
+        self.optimizer: Any = None
+        self._wrapped: list[nn.Module] = list(self.chunks)
+        if train:
+            self._wrapped = list(build.wrap_ddp(self.chunks, self.transformer_config))
+            self.optimizer = build.build_optimizer(config, self._wrapped)  # type: ignore[arg-type]
+
+    @classmethod
+    def create(
+        cls,
+        config: Config,
+        rank: int,
+        world: int,
+        address: str,
+        *,
+        train: bool = True,
+        reference: bool = False,
+        random_init: bool = False,
+    ) -> Engine:
+        """Join the other ranks at `address` (``host:port``) and build this rank's share of the model.
+
+        Weights come from the safetensors in `model.path`; a model without any is refused unless `random_init` is set,
+        which then draws them by name, equal in every layout, from `trainer.seed`. With `train=False` there are no
+        gradients and no optimizer. With `reference` a frozen copy of the starting weights is held beside the policy.
+
+        Raises:
+            UserError: the model directory, the layout or the device is wrong.
+        """
+        facts = read_facts(config.model.path, config.model.family)
+        if facts.weight_files == 0 and not random_init:
+            raise UserError(
+                "model.weights",
+                f"{config.model.path} holds no safetensors file",
+                "Training starts from weights.",
+                "Point model.path at a directory with weights.",
+            )
+        parallel = init_distributed(config, facts, rank, world, address)
+        engine = cls(config, parallel, get_family(facts.family), train=train, reference=reference)
+        if facts.weight_files:
+            engine.load_released(config.model.path)
+        else:
+            for chunk in (*engine.chunks, *engine.reference):
+                engine.family.init_weights(chunk, config.trainer.seed)
+            engine.reload_master()
+        return engine
+
+    # ----------------------------------------------------------------------------------------------------- computing
+    def log_probs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        temperature: float,
+        entropy: bool = False,
+        reference: bool = False,
+    ) -> list[tuple[tuple[int, ...], list[Any], list[Any] | None]]:
+        """Score this data-parallel rank's micro-batches; every rank passes the same number of them.
+
+        Returns:
+            On the last pipeline stage, for each micro-batch its sequence ids, the log-probs of each sequence (float32
+            [L-1], natural log, under softmax(logits / temperature)) and, with `entropy`, the entropies of those
+            distributions (float32 [L-1]), else None. On the other stages [].
+        """
+        from moe_rl.engine import step
+
+        if reference and not self.reference:
+            raise UserError("engine.reference", "this engine was built without the reference model")
+        chunks = self.reference if reference else self._wrapped
+        return step.score(chunks, micro_batches, self.parallel, temperature=temperature, entropy=entropy)
+
+    def update(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: Any, *, temperature: float, lr: float | None = None
+    ) -> Any:
+        """One optimizer step on the loss summed over micro-batches and data-parallel ranks; an `UpdateStats`.
+
+        `loss_fn(logprobs [T], entropy [T], fields)` gives a micro-batch's share of the loss, which nothing scales
+        afterwards, and named sums to report (names that start with ``max_`` are reduced by maximum). The gradient norm
+        is clipped to `optimizer.clip_grad` (0: not). `lr` overrides the schedule.
+
+        Raises:
+            RunFailed: the loss or the gradient is not finite. The weights in memory are then unusable.
+        """
+        from moe_rl.engine import build, step
+
+        if self.optimizer is None:
+            raise UserError("engine.train", "this engine was built for scoring only (train=False)")
+        lr = scheduled_rate(self.config, self.steps) if lr is None else lr
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss, sums = step.accumulate_gradients(
+            self._wrapped, micro_batches, loss_fn, self.parallel, temperature=temperature
+        )
+        build.set_hyperparameters(self.optimizer, self.config, lr)
+        _, grad_norm, _ = self.optimizer.step()
+        self.steps += 1
+        if not math.isfinite(loss) or not math.isfinite(float(grad_norm)):
+            raise RunFailed(
+                "engine.not_finite",
+                f"optimizer step {self.steps}: loss {loss}, gradient norm {float(grad_norm)}",
+                "A weight, a log-prob or a reward overflowed.",
+                "Lower optimizer.lr, or look at the step's samples.",
+            )
+        return step.UpdateStats(loss, float(grad_norm), lr, sums)
+
+    # ------------------------------------------------------------------------------------------------------- weights
+    def weights(self, *, reference: bool = False) -> dict[str, torch.Tensor]:
+        """Released name -> view onto every live tensor that this rank holds, buffers included."""
+        table = self.family.weight_table(self.arch)
+        views: dict[str, torch.Tensor] = {}
+        for chunk in self.reference if reference else self.chunks:
+            views.update(table.trainer_views(chunk, ep_rank=self.parallel.ep_rank, ep_size=self.parallel.ep))
+        return views
+
+    def digest(self) -> dict[str, int]:
+        """Released name -> 64-bit digest of every tensor that this rank holds; layouts do not change it."""
+        from moe_rl.reshard.digest import digest
+
+        return {name: digest(view) for name, view in self.weights().items()}
+
+    def load_released(self, path: str | Path) -> None:
+        """Read weights from safetensors into the policy and the reference. Raises UserError as models.load does."""
+        from moe_rl.models.load import load_released
+
+        load_released(path, self.weights())
+        if self.reference:
+            load_released(path, self.weights(reference=True))
+        self.reload_master()
+
+    def reload_master(self) -> None:
+        """Set the optimizer's fp32 masters to the weights; needed after weights changed by another hand than its own."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+    def save(self, directory: str | Path, *, contents: Sequence[str] | None = None) -> None:
+        """Write this engine's state (`checkpoint.contents` by default); all ranks call. See engine.checkpoint.save."""
+        contents = self.config.checkpoint.contents if contents is None else contents
+        if "optimizer" in contents and self.optimizer is None:
+            raise UserError("checkpoint.contents", "an engine built with train=False has no optimizer to save")
+        extra = {"steps": self.steps}
+        checkpoint.save(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch, extra)
+
+    def load(self, directory: str | Path, *, contents: Sequence[str] | None = None) -> None:
+        """Read a checkpoint that any layout wrote; all ranks call. See engine.checkpoint.load.
+
+        Without `optimizer` in `contents` the moments stay as they are and the masters follow the weights.
+        """
+        contents = self.config.checkpoint.contents if contents is None else contents
+        if self.optimizer is None:
+            contents = [part for part in contents if part != "optimizer"]
+        extra = checkpoint.load(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch)
+        self.steps = extra.get("steps", self.steps)
+
+    # --------------------------------------------------------------------------------------------------------- other
+    def memory(self) -> dict[str, float]:
+        """Memory of this process in GiB: `host` now, `host_peak` and `gpu_peak` (0 without one) since its start."""
+        import psutil
+
+        cuda = self.parallel.device.type == "cuda"
+        return {
+            "host": psutil.Process().memory_info().rss / _GIB,
+            "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
+            "gpu_peak": torch.cuda.max_memory_allocated() / _GIB if cuda else 0.0,
+        }
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        destroy()
