@@ -15,24 +15,19 @@ from moe_rl.errors import UserError
 
 from .problem import Problem
 
-_MEANING = {"E": "embedding", "t": "layer", "L": "loss"}
+_REPEAT = re.compile(r"(?:\((?P<group>[^()*]+)\)|(?P<letter>[EtL]))\*(?P<count>\d+)")  # innermost first
 _MAX_LENGTH = 100_000
 
 
 def expand(stages: str) -> str:
-    """The notation with every repeat written out: ``Et*3|t*2L`` -> ``Ettt|ttL``. Raises UserError on a letter or sign it
-    does not know.
-    """
+    """The notation with every repeat written out: ``Et*3|t*2L`` -> ``Ettt|ttL``. Raises UserError on an unknown sign."""
     text = re.sub(r"[\s,]", "", stages)
-    for pattern in (r"\(([^()*]+)\)\*(\d+)", r"([EtL])\*(\d+)"):
-        while match := re.search(pattern, text):
-            if len(match[1]) * int(match[2]) > _MAX_LENGTH:
-                raise UserError(
-                    "layout.stages",
-                    f"layout.stages {stages!r} repeats {match[1]!r} {match[2]} times",
-                    fix="Repeat less.",
-                )
-            text = text[: match.start()] + match[1] * int(match[2]) + text[match.end() :]
+    while match := _REPEAT.search(text):
+        repeated, count = match["group"] or match["letter"], int(match["count"])
+        if len(repeated) * count > _MAX_LENGTH:
+            what = f"layout.stages {stages!r} repeats {repeated!r} {count} times"
+            raise UserError("layout.stages", what, "No model has so many layers.", "Repeat less.")
+        text = text[: match.start()] + repeated * count + text[match.end() :]
     unknown = sorted(set(text) - set("EtL|"))
     if unknown:
         raise UserError(

@@ -240,7 +240,7 @@ class TrainerConfig:
 class ClusterConfig:
     """Machines and processes."""
 
-    nodes: int = key(1, "Machines.", low=1)
+    nodes: int = key(1, "Machines of the trainer.", low=1)
     gpus_per_node: int = key(
         1, "Trainer ranks per machine: GPUs, or processes where engine.device is cpu.", unit="ranks", low=1
     )
