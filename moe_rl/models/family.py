@@ -145,6 +145,7 @@ def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
                 "model.family", f"model_type {kind!r} in {path}", f"known model types: {known}", "use one of them"
             )
     chosen = get_family(family)
+    arch = chosen.read_arch(path)
     return ModelFacts(
         family=chosen.name,
         path=str(path),
@@ -152,7 +153,8 @@ def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
         supports_tp=chosen.supports_tp,
         tp_reason=chosen.tp_reason,
         weight_files=len(list(Path(path).glob("*.safetensors"))),
-        **chosen.facts(chosen.read_arch(path)),
+        num_parameters=sum(spec.numel for spec in chosen.weight_table(arch).expected().values()),
+        **chosen.facts(arch),
     )
 
 
