@@ -168,9 +168,10 @@ class WeightTable:
             raise RunFailed("weights.map", f"{self.experts} experts cannot be shared by {ep_size} ranks")
         share = self.experts // ep_size
         state = _state(chunk)
-        views, absent = {}, {}
+        views: dict[str, torch.Tensor] = {}
+        absent: dict[int | None, list[str]] = {}
         covered = dict.fromkeys(state, 0)
-        problems = []
+        problems: list[str] = []
         for row, name, spec in self.entries:
             local = None if spec.expert is None else spec.expert - ep_rank * share
             if local is not None and not 0 <= local < share:
@@ -182,8 +183,10 @@ class WeightTable:
             views[name] = view = _select(state[place], index, local)
             covered[place] += view.numel()
             problems += _misshapen(name, place, view, spec)
-        here = {self._layer_of[name] for name in views} - {None}
-        problems += [f"no tensor {place} in layer {layer}" for layer in sorted(here) for place in absent.get(layer, ())]
+        here = {self._layer_of[name] for name in views}
+        for layer, places in absent.items():
+            if layer is not None and layer in here:
+                problems += [f"no tensor {place} in layer {layer}" for place in places]
         _finish("trainer", problems, chunk, covered)
         return views
 
@@ -196,7 +199,7 @@ class WeightTable:
         state = _state(model)
         views: dict[str, torch.Tensor] = {}
         covered = dict.fromkeys(state, 0)
-        problems = []
+        problems: list[str] = []
         for row, name, spec in self.entries:
             place, index = _place(row.transformers, spec.layer, spec.expert)
             if place not in state:

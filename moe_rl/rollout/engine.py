@@ -1,0 +1,73 @@
+"""What a rollout engine is, whatever runs inside: requests in, completions with log-probs out. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+from moe_rl.reshard.plan import Held
+
+if TYPE_CHECKING:
+    from moe_rl.reshard.transport import Packet
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample.
+
+    `prompt` holds token ids; `seed` (64 bits) fixes the random numbers, token by token; at `temperature` 0 the most
+    likely token is taken. `id` is the caller's, unique within a call.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion of R tokens, the end-of-sequence token included where it was sampled.
+
+    `tokens` is int32 [R]; `logprobs` is float32 [R], natural logarithms under softmax(logits / temperature) of the whole
+    vocabulary (under the temperature-1 softmax where the request was greedy). `finish_reason` is "stop" after an
+    end-of-sequence token, "length" at max_tokens, "aborted" when time ran out. `weight_version` produced every token.
+    """
+
+    id: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: Literal["stop", "length", "aborted"]
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """One rollout worker. Weights reach it by `receive` alone, and it generates only on weights proven whole."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in place; -1 before the first update and after a failed one."""
+
+    def holdings(self, receiver: int) -> list[Held]:
+        """The tensors to send here, in the dtypes kept here, for a plan that numbers this worker `receiver`."""
+
+    def receive(self, packets: Iterable[Packet], version: int, names: Iterable[str]) -> None:
+        """One whole weight update; RunFailed (naming tensors) unless each of `names` arrived once and intact."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions in the order of the requests; RunFailed without proven weights."""
+
+
+def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
+    """The 64-bit seed of one sample, from what identifies it in a run and nothing else.
+
+    `prompt_index` is the prompt's position in the data set and `sample_index` counts its completions, so neither the
+    number of replicas, nor the batch a request lands in, nor a resume changes what is sampled.
+    """
+    text = f"{run_seed},{step},{prompt_index},{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
