@@ -42,7 +42,7 @@ def check(
     if not own_data:
         problems += _data(config)
     if facts is not None:
-        for facts_rule in (_family, _lengths, _tokenizer):
+        for facts_rule in (_lengths, _tokenizer):
             problems += facts_rule(config, facts)
         if run_dir is not None:
             problems += _disk(config, facts, run_dir)
@@ -281,13 +281,9 @@ def _data(config: Config) -> Iterator[Problem]:
         source = config.get(key)
         if not source or source.startswith("reasoning_gym:"):
             continue
-        why = "Prompts come from a .jsonl or .parquet file, or a `reasoning_gym:NAME?size=N&seed=N` spec."
         if not Path(source).is_file():
-            yield _problem(config, "data.missing", key, f"{key} {source} does not exist", why, "Check the path.")
-        elif Path(source).suffix not in (".jsonl", ".parquet"):
-            yield _problem(
-                config, "data.format", key, f"{key} {source} is neither .jsonl nor .parquet", why, "Convert it."
-            )
+            what, why = f"{key} {source} does not exist", "It is neither a file nor a reasoning_gym: task."
+            yield _problem(config, "data.path", key, what, why, "Check the path.")
 
 
 def _device(config: Config) -> Iterator[Problem]:
@@ -344,19 +340,6 @@ def _port(config: Config) -> Iterator[Problem]:
             f"TCP port {port} is in use or not allowed on this machine",
             "The trainer ranks meet there; ports below 1024 are for privileged users.",
             "Set cluster.port=0 to take any free port, or end the process that holds it.",
-        )
-
-
-def _family(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    family = config.model.family
-    if family not in ("auto", facts.family):
-        yield _problem(
-            config,
-            "model.family",
-            "model.family",
-            f"model.family is {family!r}, but {facts.path} holds a model of family {facts.family!r}",
-            "The family says how the weights are built and named.",
-            "Set model.family=auto.",
         )
 
 
