@@ -191,7 +191,7 @@ class DataConfig:
 class RewardConfig:
     """The verifier of completions."""
 
-    name: str = key("last_number", "A shipped verifier, or `module:function` of your own.")
+    name: str = key("last_number", "A shipped verifier, or `module:function` or `path/file.py:function` of your own.")
     on_error: str = key(
         "stop",
         "A verifier that raises, hangs or returns no number: `stop` the run or `exclude` the sample.",
