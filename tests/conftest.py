@@ -25,6 +25,7 @@ def megatron_world():
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
+
     from moe_patches import cpu
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""transformers' DeepSeek-V4 beside ours: same random weights, its log-probs and gradients, and how near its choices were."""
+"""transformers' DeepSeek-V4 beside ours, with the same random weights; and how near each of its choices was."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fill(views: dict[str, torch.Tensor], seed: int, experts: int) -> None:
 
 @dataclass
 class Pair:
-    """The oracle and our model with equal weights; `margins` collects the oracle's top-k margins of the last forward."""
+    """The oracle and our model with equal weights; `margins` holds the oracle's top-k margins of its last forward."""
 
     arch: DeepseekV4Arch
     oracle: DeepseekV4ForCausalLM

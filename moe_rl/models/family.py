@@ -29,7 +29,7 @@ class Family:
         raise NotImplementedError
 
     def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
-        """megatron-core's configuration for a layout (tp, pp, vpp, ep, etp, stages, recompute, dtype, device, chunks)."""
+        """megatron-core's configuration; keys: tp pp vpp ep etp stages recompute dtype device and the chunk sizes."""
         raise NotImplementedError
 
     def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
@@ -43,6 +43,12 @@ class Family:
     def weight_table(self, arch: Any) -> Any:
         """The weight map: released name <-> megatron-core name <-> transformers name."""
         raise NotImplementedError
+
+    def check_weights(self, path: str | Path) -> None:
+        """Check the weight files in `path` against its config.json by their headers (UserError lists what is wrong)."""
+        from moe_rl.models.load import check_released
+
+        check_released(path, self.weight_table(self.read_arch(path)))
 
 
 class _DeepseekV4(Family):

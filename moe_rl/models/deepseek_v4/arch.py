@@ -19,7 +19,7 @@ _DEFAULT_RATES = {SPARSE: 4, HEAVY: 128}
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary base. `yarn` switches on frequency interpolation by `factor`; `attention_factor` scales cos and sin."""
+    """One rotary base. `yarn` stretches the slow frequencies by `factor`; `attention_factor` scales cos and sin."""
 
     theta: float
     dim: int
@@ -158,8 +158,8 @@ def _bad(what: str, why: str) -> UserError:
 def _require(config: Mapping[str, Any]) -> None:
     """Refuse a config without its sizes, and the switches that this implementation has no code for."""
     needed = (
-        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim q_lora_rank o_groups"
-        " o_lora_rank n_routed_experts num_experts_per_tok sliding_window hc_mult max_position_embeddings"
+        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim q_lora_rank"
+        " o_groups o_lora_rank n_routed_experts num_experts_per_tok sliding_window hc_mult max_position_embeddings"
     ).split()
     missing = [key for key in needed if config.get(key) is None]
     if missing:
@@ -195,6 +195,7 @@ def _attention(config: Mapping[str, Any], n: int) -> tuple[tuple[str, ...], tupl
     if kinds is None and ratios is None:
         raise _bad("neither compress_ratios nor layer_types", "the attention kind of each layer is not known")
     if kinds is None:
+        assert ratios is not None
         told = {rates[SPARSE]: SPARSE, rates[HEAVY]: HEAVY} if config.get("compress_rates") else {}
         kinds = [told.get(r) or _KIND_OF_RATIO.get(r, HEAVY) if r else SLIDING for r in ratios]
     unknown = sorted({str(k) for k in kinds if k not in KINDS})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +36,7 @@ class Attention(nn.Module):
         self.o_a_proj = GroupedProjection(arch.o_groups, group_width, arch.o_lora_rank, dtype, device)
         self.o_b_proj = Projection(arch.o_groups * arch.o_lora_rank, arch.hidden_size, dtype, device)
         self.sinks = parameter(arch.num_heads, dtype=dtype, device=device, keep_fp32=True)
-        self.compressor = None if sliding else Compressor(arch, layer, dtype, device)
+        self.compressor: Any = None if sliding else Compressor(arch, layer, dtype, device)
 
     def forward(self, x: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """x [T, h] (normed) -> [T, h]."""
@@ -73,17 +75,24 @@ class Attention(nn.Module):
         q = rotate(q, cos, sin)
         seen, allowed = keys[band:stop], self._window_mask(packed, start, stop, band)
         if entries is not None:
-            first, end, most = packed.visible_windows(start, stop, self.compressor.ratio)
-            if most > 0:
-                mask = self._entry_mask(packed, start, stop, first, end)
-                if index_keys is not None and most > self.compressor.top_k:
-                    scores = self.compressor.indexer.scores(
-                        x[start:stop], latent[start:stop], index_keys[first:end], packed, start
-                    )
-                    mask = mask & _top(scores, mask, self.compressor.top_k)
-                seen, allowed = torch.cat((seen, entries[first:end])), torch.cat((allowed, mask), dim=-1)
+            chosen, mask = self._entries(entries, index_keys, x, latent, packed, start, stop)
+            seen, allowed = torch.cat((seen, chosen)), torch.cat((allowed, mask), dim=-1)
         out = sink_attention(q, seen, allowed, self.sinks)
         return rotate(out, cos, -sin).flatten(1)
+
+    def _entries(self, entries, index_keys, x, latent, packed: PackedSequences, start: int, stop: int):
+        """The entries [M, head_dim] that tokens [start, stop) may meet, and bool [C, M]: which token meets which."""
+        c: Compressor = self.compressor
+        windows = packed.windows(c.ratio)
+        first, end, most = packed.visible_windows(start, stop, c.ratio)
+        # Own sequence, and a window that has closed by the query's position.
+        closed = (packed.positions[start:stop, None] + 1) // c.ratio
+        mask = packed.sequence_ids[start:stop, None] == windows.sequence[None, first:end]
+        mask = mask & (windows.index[None, first:end] < closed)
+        if c.indexer is not None and index_keys is not None and most > c.top_k:
+            keys = index_keys[first:end]
+            mask = mask & _top(c.indexer.scores(x[start:stop], latent[start:stop], keys, packed, start), mask, c.top_k)
+        return entries[first:end], mask
 
     def _window_mask(self, packed: PackedSequences, start: int, stop: int, band: int) -> torch.Tensor:
         """bool [C, stop - band]: own sequence, not ahead, less than `sliding_window` behind."""
@@ -91,13 +100,6 @@ class Attention(nn.Module):
         columns = torch.arange(band, stop, device=packed.device)[None]
         same = packed.sequence_ids[start:stop, None] == packed.sequence_ids[None, band:stop]
         return same & (columns <= rows) & (rows - columns < self.arch.sliding_window)
-
-    def _entry_mask(self, packed: PackedSequences, start: int, stop: int, first: int, end: int) -> torch.Tensor:
-        """bool [C, end - first]: entries of the query's own sequence whose window has closed by its position."""
-        windows = packed.windows(self.compressor.ratio)
-        closed = (packed.positions[start:stop, None] + 1) // windows.ratio
-        same = packed.sequence_ids[start:stop, None] == windows.sequence[None, first:end]
-        return same & (windows.index[None, first:end] < closed)
 
 
 def _top(scores: torch.Tensor, allowed: torch.Tensor, k: int) -> torch.Tensor:

@@ -163,8 +163,8 @@ def global_name(model: DeepseekV4Model, name: str) -> str:
 def init_weights(model: DeepseekV4Model, seed: int) -> None:
     """Fresh weights that depend on (seed, global name) alone, so that every layout starts alike.
 
-    Matrices are normal with the config's `initializer_range`; norms and scales 1; sinks, biases and bases 0; each token id
-    of a hash layer gets `top_k` distinct experts, all experts equally often.
+    Matrices are normal with the config's `initializer_range`; norms and scales 1; sinks, biases and bases 0; each token
+    id of a hash layer gets `top_k` distinct experts, all experts equally often.
     """
     arch = model.arch
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -10,7 +10,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> t
 
 
 class LabelLogProbs(torch.autograd.Function):
-    """(hidden [T, h], weight [V, h], labels [T], temperature, chunk, want_entropy) -> float32 [T] log-probs, [T] entropy.
+    """Label log-probs float32 [T] and entropy [T] of softmax(hidden [T, h] @ weight [V, h]^T / temperature).
 
     The entropy carries no gradient (and is empty unless wanted). Backward keeps the weight's gradient in float32
     until all chunks are in, so that it does not depend on the chunk size beyond rounding.
@@ -44,9 +44,9 @@ class LabelLogProbs(torch.autograd.Function):
             h, y, g = hidden[rows], labels[rows, None], grad[rows, None] / ctx.temperature
             d = _logits(h, weight, ctx.temperature).sub_(normalisers[rows, None]).exp_().mul_(-g)
             d = d.scatter_add_(1, y, g.to(d.dtype)).to(weight.dtype)
-            if need_hidden:
+            if grad_hidden is not None:
                 grad_hidden[rows] = d @ weight
-            if need_weight:
+            if grad_weight is not None:
                 grad_weight += d.t() @ h
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 

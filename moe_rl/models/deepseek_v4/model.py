@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import tensor_parallel
@@ -31,7 +31,7 @@ from moe_rl.models.deepseek_v4.packed import PackedSequences
 class V4TransformerConfig(TransformerConfig):
     """megatron-core's configuration with the architecture and our chunk sizes (tokens) beside it."""
 
-    arch: DeepseekV4Arch | None = None
+    arch: DeepseekV4Arch = field(kw_only=True)
     attention_chunk: int = 256
     logprob_chunk: int = 1024
 
@@ -140,14 +140,15 @@ class DeepseekV4Model(LanguageModule):
         """tokens int64 [1, T] on every stage (hash layers need them), `packed` their boundaries.
 
         Returns:
-            without `post_process` the next stage's input [T, 1, n * h]; with it and `labels` int64 [1, T] float32 [1, T]
-            log-probs of the labels under softmax(logits / temperature), or [2, T] with `entropy` (row 1, no gradient);
-            with it and no labels the logits [1, T, V].
+            without `post_process` the next stage's input [T, 1, n * h]; with it and `labels` int64 [1, T] their float32
+            [1, T] log-probs under softmax(logits / temperature), or [2, T] with `entropy` (row 1, no gradient); with it
+            and no labels the logits [1, T, V].
         """
         ids, n = tokens[0], self.arch.hc_mult
         if self.pre_process:
             streams = self.embedding(tokens, None).expand(-1, n, -1).contiguous()
         else:
+            assert self.input_tensor is not None, "the schedule hands over the previous stage's output first"
             streams = self.input_tensor.view(packed.total, n, self.arch.hidden_size)
         for layer in self.layers.values():
             streams = self._layer(layer, streams, ids, packed)

@@ -35,7 +35,7 @@ def route(logits: torch.Tensor, scale: float, top_k: int, bias=None, chosen=None
 
 
 class Router(TopKRouter):
-    """Keeps megatron-core's place in MoELayer; buffer `tid2eid` int64 [vocab, k] (hash) or `expert_bias` float32 [E]."""
+    """Chooses experts by table (buffer `tid2eid` int64 [vocab, k]) or score (buffer `expert_bias` float32 [E])."""
 
     def __init__(self, config, pg_collection=None, is_mtp_layer=False, *, is_hash: bool) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)

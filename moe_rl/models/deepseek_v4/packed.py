@@ -76,14 +76,16 @@ class PackedSequences:
             sequence = np.repeat(np.arange(len(counts)), counts)
             index = np.arange(first[-1]) - first[sequence]
             tokens = (self._starts[sequence] + index * ratio)[:, None] + np.arange(ratio)
-            self._windows[ratio] = Windows(ratio, *map(self._tensor, (tokens, sequence, index)), first)
+            self._windows[ratio] = Windows(
+                ratio, self._tensor(tokens), self._tensor(sequence), self._tensor(index), first
+            )
         return self._windows[ratio]
 
     def visible_windows(self, start: int, stop: int, ratio: int) -> tuple[int, int, int]:
         """Windows that any of the tokens [start, stop) may attend to.
 
         Returns:
-            (first, end, most): they lie within [first, end) of the packed windows; no single token sees more than `most`.
+            (first, end, most): they lie in [first, end) of the packed windows; no single token sees more than `most`.
         """
         window = self.windows(ratio)
         first_seq, last_seq = self._ids[start], self._ids[stop - 1]
