@@ -102,9 +102,16 @@ def load_resolved(path: str | Path) -> Config:
     """Read what :func:`dump_yaml` wrote. Raises UserError if there is no such file or it is no resolved configuration."""
     path = Path(path)
     if not path.is_file():
-        raise UserError("config.file", f"{path} does not exist", "A run directory keeps its configuration there.")
+        raise UserError(
+            "config.file", f"{path} does not exist", "A run keeps its configuration there.", "Check the run directory."
+        )
     if not _HEADER_PATTERN.match(_read_text(path)):
-        raise UserError("config.file", f"{path} is no resolved configuration", "Its first line does not say so.")
+        raise UserError(
+            "config.file",
+            f"{path} is no resolved configuration",
+            f"Its first line is not like {_HEADER.format(recipe='NAME', profile='NAME')!r}.",
+            "Give the config.resolved.yaml of a run.",
+        )
     return load_config(path)
 
 

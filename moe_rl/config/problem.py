@@ -25,6 +25,8 @@ class Problem:
         """What is wrong, and where the values at fault were written."""
         if not self.origin:
             return self.what
+        if self.key in self.origin:  # the origin of several keys names each of them
+            return f"{self.what} ({self.origin})"
         return (
             f"{self.what} (from {self.origin})"
             if self.key in self.what

@@ -19,8 +19,6 @@ from .load import value_problems
 from .problem import Problem, raise_all
 from .schema import Config
 
-GIB = 2**30
-
 
 def check(
     config: Config,
@@ -70,7 +68,7 @@ def _problem(config: Config, rule: str, key: str, what: str, why: str, fix: str)
     first, *others = key.split()
     origin = config.origin(first)
     if others:
-        origin = ", ".join(f"{config.origin(k)}: {k}" for k in (first, *others))
+        origin = ", ".join(f"{k} from {config.origin(k)}" for k in (first, *others))
     return Problem(rule, what, why, fix, first, origin)
 
 
@@ -435,7 +433,16 @@ def _disk(config: Config, facts: ModelFacts, run_dir: Path) -> Iterator[Problem]
             config,
             "checkpoint.disk",
             "checkpoint.keep",
-            f"{kept} checkpoints of {one / GIB:.2f} GiB do not fit: {run_dir} has {free / GIB:.2f} GiB free",
+            f"{kept} checkpoint(s) of {_size(one)} do not fit: {run_dir} has {_size(free)} free",
             "checkpoint.keep stay on disk while the next is written.",
             "Free space, choose another --run-dir, lower checkpoint.keep or leave optimizer out of checkpoint.contents.",
         )
+
+
+def _size(count: float) -> str:
+    """Bytes in the unit that keeps the number readable."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
