@@ -12,6 +12,7 @@ from tests.distributed import run_ranks
 
 def _installed_in(rank: int, world: int, port: int) -> dict:
     import torch
+
     from moe_patches import cpu
 
     cpu.install()
@@ -66,6 +67,7 @@ def test_refused_beside_vllm():
 def _tracker(rank: int, world: int, port: int) -> bool:
     import torch
     from megatron.core import parallel_state, tensor_parallel
+
     from moe_patches import cpu
 
     cpu.install()
