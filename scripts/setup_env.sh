@@ -51,12 +51,15 @@ make_venv() {
     python=$(find_python)
     echo "setup: $venv from $python"
     rm -rf "$venv"
-    if ! "$python" -m venv "$venv" >/dev/null 2>&1; then
-        rm -rf "$venv"
-        command -v uv >/dev/null || fail "$python cannot make a virtual environment (its ensurepip is missing)" \
-            "apt-get install python3.12-venv, or install uv"
-        uv venv --quiet --seed --python "$python" "$venv" || fail "uv could not make $venv" "see the lines above"
+    "$python" -m venv "$venv" >/dev/null 2>&1 && return
+    rm -rf "$venv" # Debian's python3.12 without python3.12-venv lacks ensurepip: borrow uv or an older pip
+    if command -v uv >/dev/null; then
+        uv venv --quiet --seed --python "$python" "$venv" && return
+    elif "$python" -m pip --version >/dev/null 2>&1 && "$python" -m venv --without-pip "$venv" >/dev/null 2>&1; then
+        "$python" -m pip --quiet --python "$venv/bin/python" install pip && return
     fi
+    rm -rf "$venv"
+    fail "$python cannot make a virtual environment (its ensurepip is missing)" "apt-get install python3.12-venv, or install uv"
 }
 
 step() { # title, command...
