@@ -64,7 +64,7 @@ def test_a_good_run_has_no_problem(config: Config, tmp_path: Path):
     [
         ("cluster.gpus_per_node", 3, "layout.world", "= 3 rank(s) are not a multiple"),
         ("layout.pp", 3, "layout.world", "layout.pp 3 = 3"),
-        ("layout.ep", 3, "layout.expert_world", "= 6"),
+        ("layout.ep", 3, "layout.ep", "= 6"),
         ("layout.ep", 3, "layout.experts", "does not divide the model's 4 experts"),
         ("layout.stages", "Et|ttttL", "layout.hash_layers", "hash layer(s) 1 stand outside stage 0"),
         ("layout.stages", "Ettt|tL", "layout.layers", "has 4 layers, the model has 5"),

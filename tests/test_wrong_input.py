@@ -135,7 +135,7 @@ CASES = [
     Case("explain of an unknown key", "config.unknown_key", "explain optimizer.learning_rate"),
     # the layout
     Case("ranks do not divide by tp * pp", "layout.world", "layout.pp=3"),
-    Case("ranks do not divide by pp * ep", "layout.expert_world", "layout.ep=4"),
+    Case("ranks do not divide by pp * ep", "layout.ep", "layout.ep=4"),
     Case("ep does not divide the experts", "layout.experts", "layout.ep=3 cluster.gpus_per_node=6"),
     Case("tensor parallelism for a family without it", "layout.tp", "layout.tp=2"),
     Case("more stages than layers", "layout.too_many_stages", "layout.pp=8 layout.ep=1 cluster.gpus_per_node=8"),

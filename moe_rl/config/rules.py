@@ -120,7 +120,7 @@ def _world(config: Config, world: int) -> Iterator[Problem]:
     if world % experts:
         yield _problem(
             config,
-            "layout.expert_world",
+            "layout.ep",
             "layout.ep layout.pp cluster.gpus_per_node",
             f"{ranks} are not a multiple of pp {layout.pp} * etp {layout.etp} * ep {layout.ep} = {experts}",
             "The ranks of a stage are cut anew for experts: each group of etp * ep holds all of them once.",
