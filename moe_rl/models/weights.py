@@ -211,6 +211,10 @@ class WeightTable:
         _finish("transformers", problems, model, covered)
         return views
 
+    def transformers_names(self, dtype: str) -> set[str]:
+        """Names of transformers' parameters and buffers whose released dtype is `dtype`."""
+        return {_place(row.transformers, spec.layer, None)[0] for row, _, spec in self.entries if spec.dtype == dtype}
+
     @cached_property
     def _layer_of(self) -> dict[str, int | None]:
         return {entry.name: entry.spec.layer for entry in self.entries}

@@ -34,8 +34,8 @@ class Request:
 class Completion:
     """One sampled completion of R tokens, the end-of-sequence token included where it was sampled.
 
-    `tokens` is int32 [R]; `logprobs` is float32 [R], natural logarithms under softmax(logits / temperature) of the whole
-    vocabulary (under the temperature-1 softmax where the request was greedy). `finish_reason` is "stop" after an
+    `tokens` is int32 [R]; `logprobs` is float32 [R], natural logarithms under softmax(logits / temperature) of the
+    whole vocabulary (under the temperature-1 softmax where the request was greedy). `finish_reason` is "stop" after an
     end-of-sequence token, "length" at max_tokens, "aborted" when time ran out. `weight_version` produced every token.
     """
 

@@ -1,0 +1,248 @@
+"""The embedded rollout engine: transformers' own `generate`, on weights that only the trainer provides."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from moe_rl.config.host import resolve_device
+from moe_rl.config.schema import Config
+from moe_rl.errors import RunFailed, UserError
+from moe_rl.models.family import get_family, read_config, read_facts
+from moe_rl.models.weights import torch_dtype
+from moe_rl.reshard.plan import Held
+from moe_rl.reshard.receive import Receiver
+from moe_rl.reshard.transport import Packet
+from moe_rl.rollout.engine import Completion, Request
+from moe_rl.rollout.sampling import sample
+
+_DEADLINE = 0.9  # of rollout.timeout_s: completions cut short come back before the caller gives the worker up
+
+
+def _deepseek_v4(path: Path, dtype: torch.dtype, device: str) -> Any:
+    from moe_rl.models.deepseek_v4.transformers_model import build_transformers_model
+
+    return build_transformers_model(
+        read_config(path), get_family("deepseek_v4").read_arch(path), dtype=dtype, device=device
+    )
+
+
+_BUILD: dict[str, Callable[[Path, torch.dtype, str], Any]] = {"deepseek_v4": _deepseek_v4}
+
+
+class TransformersEngine:
+    """Generates with transformers' implementation of the model; a `RolloutEngine`.
+
+    Before the first update every parameter is NaN and every index table -1, so nothing can be sampled from weights
+    that did not come from the trainer. A batch holds prompts of one length, for DeepSeek-V4 in transformers is wrong
+    under left padding.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        batch_size: int = 256,
+        dtype: str = "fp32",
+        device: str = "cpu",
+        threads: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Build the model that `path`/config.json describes.
+
+        Args:
+            path: model directory; its weight files are not read.
+            batch_size: most completions decoded at a time.
+            dtype: "fp32" or "bf16".
+            device: torch device.
+            threads: torch's threads in this process.
+            timeout_s: seconds that one call of `generate` may take; what is unfinished then is "aborted".
+        """
+        torch.set_num_threads(threads)
+        facts = read_facts(path)
+        if facts.family not in _BUILD:
+            raise UserError("rollout.engine", f"rollout.engine=transformers does not run {facts.family} models")
+        family = get_family(facts.family)
+        self._model = _BUILD[facts.family](Path(path), torch_dtype(dtype), device)
+        views = family.weight_table(family.read_arch(path)).transformers_views(self._model)
+        for view in views.values():
+            view.fill_(torch.nan if view.is_floating_point() else -1)
+        self._receiver = Receiver(views)
+        self._device, self._batch_size, self._timeout_s = device, batch_size, timeout_s
+        self._vocab_size, self._max_positions = facts.vocab_size, facts.max_positions
+        self.eos_ids, self._pad_id = _special_ids(Path(path))
+        # `generate` fills what its configuration leaves open from the model's own, made from config.json
+        self._model.generation_config.eos_token_id = list(self.eos_ids) or None
+
+    @classmethod
+    def from_config(cls, config: Config) -> TransformersEngine:
+        """The engine that a run's configuration asks for."""
+        return cls(
+            config.model.path,
+            batch_size=config.rollout.batch_size,
+            dtype=config.engine.dtype,
+            device=resolve_device(config.engine.device),
+            timeout_s=_DEADLINE * config.rollout.timeout_s,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in place; -1 before the first update and after a failed one."""
+        return self._receiver.version
+
+    def holdings(self, receiver: int) -> list[Held]:
+        """Every parameter and routing buffer of the live model."""
+        return self._receiver.holdings(receiver)
+
+    def receive(self, packets: Iterable[Packet], version: int, names: Iterable[str]) -> None:
+        """Take one whole weight update; see `Receiver`."""
+        for packet in packets:
+            self._receiver.stage(packet)
+        self._receiver.finish(version, names)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion for each request, in their order. What a request samples does not depend on the others.
+
+        Raises:
+            RunFailed: no weights are in place, or the model gives logits that are not numbers.
+            UserError: a prompt is empty, too long or has tokens outside the vocabulary.
+        """
+        if self.weight_version < 0:
+            raise RunFailed(
+                "rollout.weights",
+                "this rollout has no weights that it may sample from",
+                "none were received yet, or the last update failed",
+            )
+        self._check(requests)
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        done: dict[int, Completion] = {}
+        for batch in self._batches(requests):
+            done.update(zip(batch, self._generate_batch([requests[i] for i in batch], deadline), strict=True))
+        return [done[i] for i in range(len(requests))]
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            length = len(request.prompt) + request.max_tokens
+            problem = None
+            if not request.prompt or request.max_tokens < 1:
+                problem = "needs a prompt and at least one token to sample"
+            elif length > self._max_positions:
+                problem = f"would reach {length} tokens, the model has {self._max_positions} positions"
+            elif not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
+                problem = f"has token {max(request.prompt)}, the model has {self._vocab_size}"
+            elif not request.temperature >= 0:
+                problem = f"has temperature {request.temperature}"
+            if problem:
+                raise UserError("rollout.request", f"request {request.id} {problem}")
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Indices of requests with prompts of one length, at most `batch_size` at a time, the long answers together."""
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].max_tokens, i))
+        batch: list[int] = []
+        for i in order:
+            other = batch and len(requests[batch[0]].prompt) != len(requests[i].prompt)
+            if other or len(batch) == self._batch_size:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _generate_batch(self, requests: list[Request], deadline: float | None) -> list[Completion]:
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+        sampler, stop = _Sampler(requests), _Stop(requests, deadline)
+        if not stop.late():
+            prompts = torch.tensor([r.prompt for r in requests], device=self._device)
+            self._model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                generation_config=GenerationConfig(
+                    max_new_tokens=max(r.max_tokens for r in requests),
+                    do_sample=False,
+                    use_cache=True,
+                    eos_token_id=list(self.eos_ids) or None,
+                    pad_token_id=self._pad_id,
+                ),
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([stop]),
+            )
+        tokens, logprobs = sampler.result()
+        return [
+            _cut(request, tokens[i], logprobs[i], self.eos_ids, self.weight_version)
+            for i, request in enumerate(requests)
+        ]
+
+
+def _special_ids(root: Path) -> tuple[tuple[int, ...], int]:
+    """End-of-sequence ids (generation_config.json before config.json) and the id fed to rows that have ended."""
+    config = read_config(root)
+    file = root / "generation_config.json"
+    eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    eos = config.get("eos_token_id") if eos is None else eos
+    ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    pad = config.get("pad_token_id")
+    return ids, pad if pad is not None else ids[0] if ids else 0
+
+
+def _cut(
+    request: Request, tokens: np.ndarray, logprobs: np.ndarray, eos_ids: Sequence[int], version: int
+) -> Completion:
+    """A row of the batch, up to where its request ends."""
+    tokens, logprobs = tokens[: request.max_tokens], logprobs[: request.max_tokens]
+    ends = np.flatnonzero(np.isin(tokens, eos_ids))
+    if len(ends):
+        tokens, logprobs = tokens[: ends[0] + 1], logprobs[: ends[0] + 1]
+    whole = len(tokens) == request.max_tokens
+    reason: Literal["stop", "length", "aborted"] = "stop" if len(ends) else "length" if whole else "aborted"
+    return Completion(request.id, tokens.copy(), logprobs.copy(), reason, version)
+
+
+class _Sampler:
+    """A logits processor that draws the token itself, keeps its log-prob, and leaves `generate` no other choice."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._ids = [r.id for r in requests]
+        self._seeds = [r.seed for r in requests]
+        self._temperatures = [r.temperature for r in requests]
+        self._tokens: list[torch.Tensor] = []
+        self._logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not scores.isfinite().all():
+            rows = (~scores.isfinite().all(-1)).nonzero()[:, 0].tolist()
+            what = f"the model's logits are not numbers for requests {[self._ids[row] for row in rows]}"
+            raise RunFailed("rollout.logits", what, "the weights diverged, or the dtype is too narrow for them")
+        tokens, logprobs = sample(scores, self._seeds, len(self._tokens), self._temperatures)
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32 and float32 [rows, steps]."""
+        if not self._tokens:
+            return np.zeros((len(self._ids), 0), np.int32), np.zeros((len(self._ids), 0), np.float32)
+        tokens, logprobs = torch.stack(self._tokens, 1), torch.stack(self._logprobs, 1)
+        return tokens.cpu().numpy().astype(np.int32), logprobs.cpu().numpy()
+
+
+class _Stop:
+    """A stopping criterion: each row at its own length, and all of them at the deadline."""
+
+    def __init__(self, requests: Sequence[Request], deadline: float | None) -> None:
+        self._lengths = torch.tensor([len(r.prompt) + r.max_tokens for r in requests])
+        self._deadline = deadline
+
+    def late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if self.late():
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return input_ids.shape[1] >= self._lengths.to(input_ids.device)
