@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing as dc
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from moe_patches import sync_save
 from torch import nn
 
 from moe_rl.engine.parallel import Parallel
@@ -49,6 +50,7 @@ def save(
     """
     root = Path(directory)
     _check_contents(contents)
+    sync_save.install()
     with_model = _model_state(chunks)
     state: dict[str, Any] = {"moe_rl": _description(contents, parallel, arch)}
     if "model" in contents:
