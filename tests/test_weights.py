@@ -313,3 +313,43 @@ def test_integers_that_do_not_fit_are_refused(saved):
     views = {"layers.0.ffn.gate.tid2eid": torch.zeros(61, 2, dtype=torch.int32)}
     with pytest.raises(UserError, match="tid2eid holds integers"):
         load_released(saved, views)
+
+
+def test_the_trainer_loads_what_transformers_holds_and_writes_the_same_files(megatron_world, model, saved, tmp_path):
+    """transformers -> disk -> trainer chunk -> disk: each tensor is where transformers' own modules keep it."""
+    from moe_rl.models.deepseek_v4.build import build_chunk, make_transformer_config
+
+    chunk = build_chunk(ARCH, make_transformer_config(ARCH))
+    views = TABLE.trainer_views(chunk)
+    assert views.keys() == expected(ARCH).keys()
+    for view in views.values():
+        view.fill_(torch.nan if view.is_floating_point() else -1)
+    load_released(saved, views)
+    theirs = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    compared = 0
+    for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+        other = theirs.get(
+            "model." + name.replace("mlp.router.", "mlp.gate.").replace("expert_bias", "e_score_correction_bias")
+        )
+        if other is None and ".local_experts." in name:
+            before, after = name.split(".local_experts.")
+            stacked = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[after.split(".")[1]]
+            other = theirs[f"model.{before}.{stacked}"][int(after.split(".")[0])]
+        elif other is None and ".shared_experts.linear_fc1" in name:
+            parent = "model." + name.removesuffix("linear_fc1.weight")
+            other = torch.cat([theirs[f"{parent}gate_proj.weight"], theirs[f"{parent}up_proj.weight"]])
+        elif other is None and ".shared_experts.linear_fc2" in name:
+            other = theirs["model." + name.replace("linear_fc2", "down_proj")]
+        elif other is None:
+            other = theirs[
+                {
+                    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+                    "output_layer.weight": "lm_head.weight",
+                }[name]
+            ]
+        assert torch.equal(tensor, other), name
+        compared += tensor.numel()
+    assert compared == sum(spec.numel for spec in expected(ARCH).values())
+    save_released(tmp_path / "again", views.items(), TABLE, tiny_config(), dtype="fp32")
+    for file in saved.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
