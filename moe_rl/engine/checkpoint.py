@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing as dc
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from moe_patches import sync_save
 from torch import nn
 
+from moe_patches import sync_save
 from moe_rl.engine.parallel import Parallel
 from moe_rl.errors import MoeRLError, RunFailed, UserError
 
