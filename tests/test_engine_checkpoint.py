@@ -141,6 +141,48 @@ def test_saving_again_from_another_layout_changes_no_bit(model, saved, tmp_path)
     assert len(first) > 300 and any("exp_avg_sq" in n for n in first) and first == second
 
 
+# ------------------------------------------------------------------------------------------------- released weights
+def _write_released(rank: int, world: int, port: int, path: str, target: str) -> dict:
+    from moe_rl.models.family import read_config
+    from moe_rl.models.load import save_released
+
+    engine = _engine(rank, world, port, path, {})
+    _steps(engine, 1)
+    table = engine.family.weight_table(engine.arch)
+    save_released(target, engine.weights().items(), table, read_config(path), dtype="fp32")
+    out = {"digest": engine.digest()}
+    engine.close()
+    return out
+
+
+def _from_released(rank: int, world: int, port: int, path: str, keys: dict) -> dict:
+    """An engine that starts from the files, and scores with them."""
+    from moe_rl.engine.engine import Engine
+
+    config = run_config(path, world, **(TRAINING | keys))
+    engine = Engine.create(config, rank, world, f"127.0.0.1:{port}", train=False, reference=True)
+    batches = _micro_batches(engine.parallel.dp_rank, engine.parallel.dp, 2)
+    scores = [engine.log_probs(batches, temperature=1.0, reference=r) for r in (False, True)]
+    parts = [{i: lp.tolist() for ids, lps, _ in s for i, lp in zip(ids, lps, strict=True)} for s in scores]
+    with pytest.raises(UserError, match="scoring only"):
+        engine.update(batches, _loss, temperature=1.0)
+    out = {"digest": engine.digest(), "scores": parts[0], "same": parts[0] == parts[1]}
+    engine.close()
+    return out
+
+
+def test_released_weights_start_any_layout(model, tmp_path):
+    target = str(tmp_path / "released")
+    written = run_ranks(_write_released, 1, model, target)
+    one = run_ranks(_from_released, 1, target, {})
+    many = run_ranks(_from_released, 4, target, PP2 | EP2)
+    assert _together(one, "digest") == _together(many, "digest") == written[0]["digest"]
+    scores = {i: row for r in many for i, row in r["scores"].items()}
+    assert scores.keys() == one[0]["scores"].keys() and all(r["same"] for r in many)
+    for i, row in scores.items():
+        assert row == pytest.approx(one[0]["scores"][i], abs=1e-5)
+
+
 # -------------------------------------------------------------------------------------------------- partial contents
 def _weights_only(rank: int, world: int, port: int, path: str, directory: str) -> dict:
     """bf16: the masters are tensors of their own, so that a load of weights alone must refresh them."""
@@ -260,3 +302,29 @@ def test_a_directory_that_cannot_be_written_is_named_on_every_rank(model, tmp_pa
     directory = str(tmp_path / "file" / "step_000001")
     for text in run_ranks(_unwritable, 2, model, directory):
         assert directory in text and "checkpoint.io" in text
+
+
+def _out_of_space(rank: int, world: int, port: int, path: str, directory: str) -> str:
+    """Rank 1 may write 64 KiB a file and no more, as on a full disk."""
+    import resource
+    import signal
+
+    engine = _engine(rank, world, port, path, {})
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    with pytest.raises(RunFailed) as error:
+        engine.save(directory)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises(UserError, match="never finished"):
+        engine.load(directory)
+    engine.save(directory + "_again")  # the engine is none the worse
+    engine.load(directory + "_again")
+    engine.close()
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(model, tmp_path):
+    directory = str(tmp_path / "step_000001")
+    for text in run_ranks(_out_of_space, 2, model, directory):
+        assert directory in text and "checkpoint.io" in text and "free" in text

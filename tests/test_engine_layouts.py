@@ -186,7 +186,12 @@ def _check(ranks: list[dict], expected: dict) -> None:
 
 
 def _run(path: str, world: int, keys: dict, count: int, score_between: bool = True) -> list[dict]:
-    return run_ranks(_train, world, path, TRAINING | keys, count, score_between)
+    return _run_once(path, world, tuple(keys.items()), count, score_between)
+
+
+@functools.cache
+def _run_once(path: str, world: int, keys: tuple, count: int, score_between: bool) -> list[dict]:
+    return run_ranks(_train, world, path, TRAINING | dict(keys), count, score_between)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

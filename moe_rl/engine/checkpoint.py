@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing as dc
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_patches import sync_save
 from moe_rl.engine.parallel import Parallel
@@ -59,12 +63,14 @@ def save(
         state["optimizer"] = optimizer.sharded_state_dict(with_model, metadata=_METADATA)
     if "extra" in contents:
         state.update(extra=extra, rng=_rng_object(parallel, _rng_state(parallel)))
-    with _AllOrNone(f"the checkpoint in {root} could not be written"):
+    with _AllOrNone("written", root):
         if parallel.rank == 0:
             root.mkdir(parents=True, exist_ok=True)
-    with _AllOrNone(f"the checkpoint in {root} could not be written"):
-        dc.save(state, str(root), content_metadata=_METADATA)
-    with _AllOrNone(f"the checkpoint in {root} could not be written"):
+    with _AllOrNone("written", root):
+        # Data-parallel ranks hold the same tensors: let each write a share of them
+        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.groups.dp)
+        dc.save(state, str(root), strategy, content_metadata=_METADATA)
+    with _AllOrNone("written", root):
         digests = _gather(_hash_share(root, _files(root), parallel))
         if parallel.rank == 0:
             (root / INTEGRITY).write_text(json.dumps(dict(sorted(digests.items())), indent=1))
@@ -93,13 +99,13 @@ def load(
         raise UserError(
             "checkpoint.contents", "optimizer states without the model's weights", "One belongs to the other."
         )
-    with _AllOrNone(f"the checkpoint in {root} could not be read"):
+    with _AllOrNone("read", root):
         verify(root, parallel)
-    with _AllOrNone(f"the checkpoint in {root} could not be read"):
+    with _AllOrNone("read", root):
         described = dc.load_common_state_dict(str(root)).get("moe_rl", {})
         _check_description(described, contents, arch, root)
     same_layout = described["layout"] == parallel.describe()
-    with _AllOrNone(f"the checkpoint in {root} could not be read"):
+    with _AllOrNone("read", root):
         with_model = _model_state(chunks)
         state: dict[str, Any] = dict(with_model) if "model" in contents else {}
         if "optimizer" in contents:
@@ -244,13 +250,14 @@ def _gather(share: dict[str, Any]) -> dict[str, Any]:
 class _AllOrNone:
     """A block that succeeds on all ranks or raises on all: no rank waits in a collective for one that has failed."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, done: str, root: Path) -> None:
+        self.done, self.root = done, root
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
+        # torch's CheckpointException is no Exception; an interrupt is not a fault to share
+        if error is not None and not isinstance(error, Exception | CheckpointException):
             return
         faults: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(faults, None if error is None else self._as_ours(error))
@@ -258,8 +265,15 @@ class _AllOrNone:
         if first is not None:
             raise first from error
 
-    def _as_ours(self, error: Exception) -> MoeRLError:
+    def _as_ours(self, error: BaseException) -> MoeRLError:
         if isinstance(error, MoeRLError):
             return error
-        text = str(error).strip().splitlines() or [""]
-        return RunFailed("checkpoint.io", self.what, f"{type(error).__name__}: {' '.join(text[-3:])}")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[-300:]
+        what = f"the checkpoint in {self.root} could not be {self.done}"
+        return RunFailed("checkpoint.io", what, reason, _free_space(self.root) if self.done == "written" else "")
+
+
+def _free_space(path: Path) -> str:
+    """What is free where `path` would lie: the usual reason for a save that fails."""
+    there = next(p for p in (path, *path.parents) if p.is_dir())
+    return f"{shutil.disk_usage(there).free / 2**30:.1f} GiB are free in {there}: make room, or write elsewhere."

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,7 @@ def install() -> None:
             "moe_patches.cpu.install() was called in a process that has imported vLLM; the shim makes CUDA requests "
             "look answered, which would mislead vLLM. Run the CPU trainer and vLLM in processes of their own."
         )
+    _disable_compilation()
     _redirect_factories()
     _redirect_tensor_methods()
     _stub_cuda_module()
@@ -62,6 +64,13 @@ def _asks_for_cuda(device: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- torch
+def _disable_compilation() -> None:
+    """megatron's fused helpers are compiled on first use, which on a CPU would start a C++ compiler: run them eagerly."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch._dynamo is imported, which may be later
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.config.disable = True
+
+
 def _redirect_factories() -> None:
     """``torch.zeros(device="cuda")`` and its kin, `pin_memory=True` included, allocate on the CPU."""
     # ``with torch.device(...)`` recognises factories by identity: let torch note the originals before they are wrapped
