@@ -175,9 +175,11 @@ def _check(ranks: list[dict], expected: dict) -> None:
         for r in ranks:
             scores.update(r["scores"][step])
         assert scores.keys() == wanted.keys()
+        # from the second step on the weights differ by the rounding of the updates before
+        tolerance = 1e-5 if step == 0 else 3e-5
         for i, values in wanted.items():
             for ours, theirs in zip(scores[i], values, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
     entropy = sum(e.sum() for _, e in expected["scores"][0].values()) / ranks[0]["steps"][0].sums["tokens"]
     assert ranks[0]["steps"][0].sums["entropy"] == pytest.approx(entropy, abs=1e-5)
     highest = max(lp.max() for lp, _ in expected["scores"][0].values())
