@@ -1,0 +1,286 @@
+"""The doors: a run from a configuration, a run from Python objects, and scoring of given tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from moe_rl.config import Config, preflight
+from moe_rl.data import Cursor, Record, check_overlap
+from moe_rl.data import load as load_records
+from moe_rl.data.tokenizer import load_tokenizer
+from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, UserError
+from moe_rl.models.family import get_family, read_facts
+from moe_rl.observe.metrics import MetricsWriter
+from moe_rl.observe.progress import Progress
+from moe_rl.trainer.loop import Loop, sample_lines
+from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
+from moe_rl.trainer.judging import Judge
+from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, read_state, verify, write_atomic
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+def train(config: Config, run_dir: str | Path | None = None, resume: str = "auto") -> int:
+    """Run the training a configuration describes; the exit code (0 done, 75 asked to stop and saved).
+
+    Raises:
+        UserError: the input is wrong; nothing has started.
+        RunFailed: the run ended by a fault; its last checkpoint is kept.
+    """
+    return GRPOTrainer(config, run_dir=run_dir, resume=resume).fit()
+
+
+class GRPOTrainer:
+    """A GRPO run.
+
+    Args:
+        config: from :func:`moe_rl.load_config`.
+        reward: a callable in place of `reward.name`; see :mod:`moe_rl.rewards` for its arguments.
+        dataset: rows (dicts) in place of `data.train`; a finite iterable.
+        validation: rows in place of `data.validation`.
+        run_dir: where the run writes; by default runs/RECIPE-TIME.
+        resume: ``auto`` continues from the run directory's latest checkpoint if it has one, ``never`` refuses a
+            directory that holds a run, a path continues from that checkpoint.
+
+    Raises:
+        UserError: the configuration, the model, the data or the run directory is wrong.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reward: Callable[..., Any] | None = None,
+        dataset: Rows | None = None,
+        validation: Rows | None = None,
+        run_dir: str | Path | None = None,
+        resume: str = "auto",
+    ) -> None:
+        self.config = config
+        stem = Path(config.recipe or "run").stem
+        self.run = RunDirectory(Path(run_dir or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        self.facts = read_facts(config.model.path, config.model.family)
+        preflight(config, self.facts, run_dir=self.run.path, own_data=dataset is not None)
+        family = get_family(self.facts.family)
+        self.arch = json.loads(json.dumps(dataclasses.asdict(family.read_arch(config.model.path))))
+        family.check_weights(config.model.path)
+
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.records = self._records(dataset if dataset is not None else config.data.train, "data.train")
+        held_out = validation if validation is not None else config.data.validation
+        self.validation = self._records(held_out, "data.validation") if held_out else []
+        check_overlap(self.records, self.validation)
+        self.cursor = Cursor(self.records, seed=config.trainer.seed, shuffle=config.data.shuffle)
+        self.judge = Judge(config, reward)
+        self.checkpoint = self._find_checkpoint(resume)
+        self.state = self._restore()
+        self.stop_asked = False
+
+    def _records(self, source: Any, name: str) -> list[Record]:
+        return load_records(source, self.config.data, self.tokenizer, name)
+
+    # ------------------------------------------------------------------------------------------------------- resuming
+    def _find_checkpoint(self, resume: str) -> Path | None:
+        if resume == "auto":
+            return self.run.latest()
+        if resume == "never":
+            if (self.run.path / "metrics.jsonl").exists():
+                raise UserError(
+                    "run_dir.taken",
+                    f"{self.run.path} already holds a run",
+                    "--resume never starts afresh and would overwrite it.",
+                    "Choose another --run-dir, or continue with --resume auto.",
+                )
+            return None
+        return Path(resume).absolute()
+
+    def _restore(self) -> RunState:
+        """The state to start from, checked against this run's model and data."""
+        if self.checkpoint is None:
+            return RunState(model=self.arch, contents=list(self.config.checkpoint.contents))
+        state = read_state(self.checkpoint)
+        verify(self.checkpoint)
+        if state.model != self.arch:
+            names = sorted(k for k in self.arch if state.model.get(k) != self.arch[k])
+            raise UserError(
+                "checkpoint.model",
+                f"{self.checkpoint} belongs to another model than {self.config.model.path}",
+                "They differ in " + "; ".join(f"{k}: {state.model.get(k)} and {self.arch[k]}" for k in names[:5]) + ".",
+                "Set model.path to the model the run was started with, or start afresh in another --run-dir.",
+            )
+        self.cursor.load_state_dict(state.cursor)
+        state.attempt += 1
+        return state
+
+    # ------------------------------------------------------------------------------------------------------------ fit
+    def fit(self) -> int:
+        """Run to `trainer.steps`; the exit code. See :func:`train` for what it raises."""
+        config = self.config
+        if self.state.step >= config.trainer.steps:
+            print(f"{self.run.path}: all {config.trainer.steps} steps are done")
+            return EXIT_DONE
+        self.run.create()
+        write_atomic(self.run.path / "config.resolved.yaml", config.to_yaml(origins=True))
+        metrics = MetricsWriter(self.run.path, tensorboard=config.observe.tensorboard)
+        metrics.resume(self.state.step, self.state.metrics)
+        progress = Progress(config.trainer.steps, self.state.step)
+        previous = signal.getsignal(signal.SIGTERM)
+        try:
+            signal.signal(signal.SIGTERM, self._ask_stop)
+            with metrics, progress, self.judge, Cluster(config, self.run.logs) as cluster:
+                return self._run(cluster, metrics, progress)
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+    def _ask_stop(self, signum: int, frame: FrameType | None) -> None:
+        self.stop_asked = True
+
+    def _run(self, cluster: Cluster, metrics: MetricsWriter, progress: Progress) -> int:
+        config, state = self.config, self.state
+        progress.phase("start")
+        trainer = TrainerGroup(cluster, reference=config.algorithm.kl != "none")
+        rollout = RolloutGroup(cluster)
+        trainer.start()
+        rollout.start()
+        if self.checkpoint is not None:
+            progress.phase("load")
+            trainer.load(self.checkpoint, state.contents)
+        sync = WeightSync(trainer, rollout)
+        sync.push(state.weight_version)  # before anything else: no rollout ever samples from other weights
+        self._write_manifest(trainer, rollout, sync)
+        loop = Loop(
+            config, state, trainer, rollout, sync, self.cursor, self.validation, self.judge, self.tokenizer, progress
+        )
+        while state.step < config.trainer.steps:
+            line, samples = loop.step()
+            metrics.write_samples(
+                state.step, sample_lines(state.step, samples, config.observe.samples_per_step, config.rollout.n)
+            )
+            last = state.step == config.trainer.steps
+            if last or self.stop_asked or state.step % config.checkpoint.every == 0:
+                started = time.perf_counter()
+                with loop.phase("checkpoint"):
+                    self._save(trainer, line)
+                line["time/checkpoint"] = time.perf_counter() - started
+            metrics.write(state.step, line)
+            progress.step(line)
+            if self.stop_asked and not last:
+                return EXIT_SEGMENT
+        return EXIT_DONE
+
+    def _save(self, trainer: TrainerGroup, line: dict[str, Any]) -> None:
+        self.state.metrics = line
+        self.state.contents = list(self.config.checkpoint.contents)
+        self.run.save(
+            self.state,
+            lambda directory: trainer.save(directory, self.state.contents),
+            self.config.checkpoint.keep,
+        )
+
+    def _write_manifest(self, trainer: TrainerGroup, rollout: RolloutGroup, sync: WeightSync) -> None:
+        names = ("layout", "host", "pid", "python", "versions")
+        workers = {n: {k: v for k, v in w.items() if k in names} for n, w in (trainer.ranks | rollout.ranks).items()}
+        manifest = {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "attempt": self.state.attempt,
+            "step": self.state.step,
+            "host": platform.node(),
+            "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers", "ray")},
+            "git": _git_revision(),
+            "layout": {k: v for k, v in trainer.layout.items() if k in ("world", "tp", "pp", "vpp", "ep", "dp", "stages")},
+            "reshard": sync.plan.summary().splitlines(),
+            "workers": workers,
+        }
+        write_atomic(self.run.path / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _git_revision() -> str | None:
+    """The revision of the checkout this package runs from, None for an installed one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- scoring
+def score(config: Config, source: str | Path, tokens: str | Path, out: str | Path) -> None:
+    """Per-token log-probs of given sequences through the engine, in the layout of `config`.
+
+    Args:
+        source: a model directory, or a checkpoint of a run (whose model `config.model.path` then names).
+        tokens: JSONL, ``{"tokens": [ids]}`` a line.
+        out: JSONL to write, ``{"logprobs": [floats]}`` a line: natural log, temperature 1, the first token omitted.
+
+    Raises:
+        UserError: a line, a token id or the layout is wrong.
+        RunFailed: a rank failed, or the checkpoint is damaged.
+    """
+    from moe_rl.grpo.batching import micro_batches
+    from moe_rl.trainer.worker import Sequences
+
+    facts = read_facts(config.model.path, config.model.family)
+    layout_preflight(config, facts)
+    checkpoint = Path(source).absolute() if not (Path(source) / "config.json").is_file() else None
+    if checkpoint:
+        read_state(checkpoint)
+        verify(checkpoint)
+    sequences = read_tokens(Path(tokens), facts.vocab_size, facts.max_positions)
+    with tempfile.TemporaryDirectory(prefix="moe_rl_score_") as scratch, Cluster(config, Path(scratch)) as cluster:
+        trainer = TrainerGroup(cluster, train=False)
+        trainer.start()
+        if checkpoint:
+            trainer.load(checkpoint, ["model"])
+        layout = trainer.layout
+        multiple = layout["pp"] if layout["vpp"] > 1 else 1
+        lengths = [len(s) for s in sequences]
+        cuts = micro_batches(lengths, config.engine.max_tokens_per_micro_batch, layout["dp"], multiple)
+        rows = trainer.log_probs(Sequences(sequences, {}), cuts, temperature=1.0)
+    lines = (json.dumps({"logprobs": [float(x) for x in rows[i][0]]}) + "\n" for i in range(len(sequences)))
+    write_atomic(Path(out).absolute(), "".join(lines))
+
+
+def read_tokens(path: Path, vocab_size: int, max_positions: int) -> list[np.ndarray]:
+    """The sequences of a token file, int32 [L] each.
+
+    Raises:
+        UserError: lines that are no ``{"tokens": [...]}`` or hold ids outside the vocabulary, with their numbers.
+    """
+    sequences, problems = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            ids = json.loads(line)["tokens"]
+            if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+                raise ValueError(f"tokens must be a list of one or more ids from 0 to {vocab_size - 1}")
+            if len(ids) > max_positions:
+                raise ValueError(f"{len(ids)} tokens, but the model has {max_positions} positions")
+            sequences.append(np.array(ids, np.int32))
+        except (ValueError, KeyError, TypeError) as error:
+            problems.append(f"{path}:{number}: {type(error).__name__}: {error}")
+    if problems or not sequences:
+        what = "; ".join(problems[:10]) or f"{path} holds no sequence"
+        raise UserError("score.tokens", what, "", 'Give one {"tokens": [1, 2, 3]} a line.')
+    return sequences
+
+
+def layout_preflight(config: Config, facts: Any) -> None:
+    """The rules of layout and device alone: scoring has no data and no batch."""
+    from moe_rl.config.problem import raise_all
+    from moe_rl.config.rules import layout_problems
+
+    raise_all(layout_problems(config, facts))

@@ -1,0 +1,257 @@
+"""Ray: where trainer ranks and rollout replicas run, and the driver's view of each group."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from moe_rl.config import Config
+from moe_rl.errors import RunFailed, UserError
+from moe_rl.reshard.plan import make_plan
+from moe_rl.trainer.faults import collect
+from moe_rl.trainer.worker import OptimizerStep, RolloutWorker, Sequences, TrainerWorker
+
+START_S = 600.0
+# One math thread each: two dozen threads on a few cores slow each other down, and results would depend on the count
+CPU_ENVIRONMENT = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+
+
+class Cluster:
+    """A Ray cluster for one run: a local one, or the one that RAY_ADDRESS names. Use it as a context manager."""
+
+    def __init__(self, config: Config, logs: Path) -> None:
+        self.config, self.logs = config, logs
+        self.workers: dict[str, Any] = {}
+        self.group: Any = None
+
+    def __enter__(self) -> Cluster:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        address = os.environ.get("RAY_ADDRESS")
+        local: dict[str, Any] = {}
+        if not address:
+            self.scratch = tempfile.TemporaryDirectory(prefix="moe_rl_", ignore_cleanup_errors=True)
+            local = dict(
+                num_cpus=self._slots(),
+                object_store_memory=int(self.config.cluster.object_store_gib * 2**30),
+                include_dashboard=False,
+                _temp_dir=self.scratch.name,
+            )
+        try:
+            ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            raise RunFailed("ray.start", f"Ray did not start: {error}", "", "Check memory, /dev/shm and RAY_ADDRESS.") from error
+        try:
+            self._reserve()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers.values():
+            ray.kill(worker)
+        if self.group is not None:
+            remove_placement_group(self.group)
+        ray.shutdown()
+        if hasattr(self, "scratch"):
+            self.scratch.cleanup()
+
+    def _slots(self) -> int:
+        return self.config.cluster.nodes * self.config.cluster.gpus_per_node + self.config.rollout.replicas
+
+    def _reserve(self) -> None:
+        """One bundle for each worker, all or none: a run never starts on half of what it needs."""
+        gpu = {"GPU": 1} if self.config.engine.device == "cuda" else {}
+        world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
+        bundles = [{"CPU": 1, **gpu} for _ in range(world)] + [{"CPU": 1} for _ in range(self.config.rollout.replicas)]
+        self.group = placement_group(bundles, strategy="PACK")
+        if not self.group.wait(timeout_seconds=START_S):
+            raise UserError(
+                "cluster.resources",
+                f"Ray has no room for {len(bundles)} workers: it has {ray.cluster_resources()}",
+                "Another job holds them, or cluster.nodes and cluster.gpus_per_node ask for more than there is.",
+                "Lower them, or wait for the other job.",
+            )
+
+    def start(self, kind: type, name: str, bundle: int) -> Any:
+        """Start one worker process in its bundle; its output goes to logs/NAME.log."""
+        log = self.logs / f"{name}.log"
+        log.touch()
+        cuda = self.config.engine.device == "cuda"
+        actor = (
+            ray.remote(kind)
+            .options(
+                name=name,
+                num_cpus=1,
+                num_gpus=1 if cuda and kind is TrainerWorker else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
+                runtime_env={"env_vars": {} if cuda else CPU_ENVIRONMENT},
+            )
+            .remote(str(log))
+        )
+        self.workers[name] = actor
+        return actor
+
+    def call(self, names: Sequence[str], method: str, arguments: Callable[[str], tuple], timeout_s: float, doing: str) -> dict:
+        """`method` on each of the named workers at once; results by name. A fault anywhere ends the run."""
+        calls = {name: getattr(self.workers[name], method).remote(*arguments(name)) for name in names}
+        logs = {name: self.logs / f"{name}.log" for name in self.workers}
+        return collect(calls, logs, timeout_s=timeout_s, doing=doing)
+
+
+class TrainerGroup:
+    """All trainer ranks as one: each method calls them together and joins what they return."""
+
+    def __init__(self, cluster: Cluster, **options: bool) -> None:
+        """`options` go to :meth:`Engine.create`: train, reference, random_init."""
+        config = self.config = cluster.config
+        self.cluster = cluster
+        self.world = config.cluster.nodes * config.cluster.gpus_per_node
+        self.names = [f"trainer_{rank}" for rank in range(self.world)]
+        for rank, name in enumerate(self.names):
+            cluster.start(TrainerWorker, name, rank)
+        self.timeout_s = config.engine.distributed_timeout_s + 60.0
+        self.seconds: dict[str, float] = {}
+        self.options = options
+
+    def start(self) -> None:
+        """Build the engines; their places in the layout become known."""
+        address = self._one("free_address")
+        if self.config.cluster.port:
+            address = f"{address.rsplit(':', 1)[0]}:{self.config.cluster.port}"
+        ranks = {name: rank for rank, name in enumerate(self.names)}
+        self.ranks = self._all(
+            "start", lambda name: (self.config, ranks[name], self.world, address, self.options), "starting", START_S
+        )
+        self.layout = self.ranks[self.names[0]]
+
+    def _all(self, method: str, arguments: Callable[[str], tuple] = lambda _: (), doing: str = "", timeout_s: float = 0) -> dict:
+        return self.cluster.call(self.names, method, arguments, timeout_s or self.timeout_s, doing or method)
+
+    def _one(self, method: str, *arguments: Any) -> Any:
+        return self.cluster.call(self.names[:1], method, lambda _: arguments, START_S, method)[self.names[0]]
+
+    def _time(self, results: Mapping[str, tuple[Any, float]]) -> None:
+        self.seconds = {name: seconds for name, (_, seconds) in results.items()}
+
+    def log_probs(
+        self, batch: Sequences, cuts: Sequence[Any], *, temperature: float, entropy: bool = False, reference: bool = False
+    ) -> dict[int, tuple[Any, Any]]:
+        """Log-probs float32 [L-1] and entropies (or None) of each sequence by its index.
+
+        `cuts[d]` lists the micro-batches of data-parallel rank d (:func:`moe_rl.grpo.batching.micro_batches`).
+        """
+        shared = ray.put(batch)
+        results = self._all(
+            "score",
+            lambda name: (shared, cuts[self.ranks[name]["dp_rank"]], temperature, entropy, reference),
+            "computing log-probs",
+        )
+        self._time(results)
+        return {i: row for rows, _ in results.values() for i, row in rows.items()}
+
+    def update(
+        self, batch: Sequences, cuts: Sequence[Any], *, temperature: float, supervised: bool = False
+    ) -> OptimizerStep:
+        """One optimizer step on the whole batch, with the algorithm's loss or the supervised one."""
+        shared = ray.put(batch)
+        results = self._all(
+            "update", lambda name: (shared, cuts[self.ranks[name]["dp_rank"]], temperature, supervised), "updating"
+        )
+        self._time(results)
+        return results[self.names[0]][0]
+
+    def owned(self) -> list[Any]:
+        return [item for items in self._all("owned").values() for item in items]
+
+    def send(self, rank: int, dtypes: Mapping[str, str], version: int = 0) -> list[Any]:
+        """Tensors that one rank owns, as packets in the dtypes given by name."""
+        name = self.names[rank]
+        arguments = (list(dtypes), dict(dtypes), version)
+        return self.cluster.call([name], "send", lambda _: arguments, self.timeout_s, "sending weights")[name]
+
+    def load_released(self, path: str) -> None:
+        self._all("load_released", lambda _: (path,), "loading weights")
+
+    def save(self, directory: Path, contents: Sequence[str]) -> None:
+        self._all("save", lambda _: (str(directory), list(contents)), "saving a checkpoint")
+
+    def load(self, directory: Path, contents: Sequence[str]) -> None:
+        self._all("load", lambda _: (str(directory), list(contents)), "loading a checkpoint")
+
+    def peak_memory_gib(self) -> dict[str, dict[str, float]]:
+        return self._all("peak_memory_gib")
+
+
+class RolloutGroup:
+    """All rollout replicas as one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.config = cluster, cluster.config
+        world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
+        self.names = [f"rollout_{i}" for i in range(self.config.rollout.replicas)]
+        for i, name in enumerate(self.names):
+            cluster.start(RolloutWorker, name, world + i)
+        self.seconds: dict[str, float] = {}
+
+    def _all(self, method: str, arguments: Callable[[str], tuple] = lambda _: (), doing: str = "") -> dict:
+        return self.cluster.call(self.names, method, arguments, self.config.rollout.timeout_s, doing or method)
+
+    def start(self) -> None:
+        self.ranks = self._all("start", lambda _: (self.config,), "starting")
+
+    def holdings(self) -> dict[str, list[Any]]:
+        numbers = {name: i for i, name in enumerate(self.names)}
+        return self._all("holdings", lambda name: (numbers[name],))
+
+    def receive(self, version: int, names: Mapping[int, Sequence[str]], packets: Mapping[str, list[Any]]) -> None:
+        """Hand each replica its packets (object references) and have it prove the version whole."""
+        wanted = {name: names[i] for i, name in enumerate(self.names)}
+        self._all("receive", lambda name: (version, wanted[name], *packets[name]), "taking new weights")
+
+    def generate(self, requests: Sequence[Any]) -> list[Any]:
+        """One completion for each request, in their order; requests are dealt to the replicas in equal runs."""
+        count = len(self.names)
+        cut = [len(requests) * i // count for i in range(count + 1)]
+        share = {name: list(requests[cut[i] : cut[i + 1]]) for i, name in enumerate(self.names)}
+        results = self._all("generate", lambda name: (share[name],), "generating")
+        self.seconds = {name: seconds for name, (_, seconds) in results.items()}
+        return [completion for name in self.names for completion in results[name][0]]
+
+    def peak_memory_gib(self) -> dict[str, dict[str, float]]:
+        return self._all("peak_memory_gib")
+
+
+class WeightSync:
+    """Moves the trainer's weights into the rollouts: planned once, proven each time."""
+
+    def __init__(self, trainer: TrainerGroup, rollout: RolloutGroup) -> None:
+        self.trainer, self.rollout = trainer, rollout
+        held = rollout.holdings()
+        self.dtypes = [{tensor.name: tensor.dtype for tensor in held[name]} for name in rollout.names]
+        self.plan = make_plan(trainer.owned(), [tensor for tensors in held.values() for tensor in tensors])
+
+    def push(self, version: int) -> int:
+        """Make `version` the weights of every replica; bytes moved.
+
+        Raises:
+            RunFailed: a tensor is missing, arrives twice, or differs from what was sent; that replica refuses to
+                generate.
+        """
+        workers, names = self.trainer.cluster.workers, self.trainer.names
+        packets: dict[str, list[Any]] = {name: [] for name in self.rollout.names}
+        for transfer in self.plan.transfers:
+            wanted = self.dtypes[transfer.receiver]
+            sent = workers[names[transfer.source]].send.remote(transfer.names, wanted, version)
+            packets[self.rollout.names[transfer.receiver]].append(sent)
+        self.rollout.receive(version, self.plan.names, packets)
+        return self.plan.nbytes

@@ -1,0 +1,77 @@
+"""A step's samples, and their shape as the engine takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_rl.data import Record
+from moe_rl.rollout.engine import Completion
+from moe_rl.trainer.worker import Sequences
+
+
+@dataclass
+class Sample:
+    """One completion of one prompt and all that the step learns about it.
+
+    `logprobs`, `entropy` and `reference` are the trainer's, float32 [R], one number per response token. `valid` is
+    False for a sample that must not teach: aborted, or without a reward.
+    """
+
+    record: Record
+    completion: Completion
+    text: str
+    reward: float = math.nan
+    accuracy: float = math.nan
+    valid: bool = True
+    error: str = ""
+    advantage: float = 0.0
+    logprobs: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    reference: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and response, int32 [L]."""
+        return np.concatenate([np.asarray(self.record.prompt_tokens, np.int32), self.completion.tokens])
+
+    @property
+    def response(self) -> slice:
+        """Where the response's numbers stand in an array [L-1] that speaks of tokens 1 .. L-1."""
+        start = len(self.record.prompt_tokens) - 1
+        return slice(start, start + len(self.completion.tokens))
+
+    @property
+    def length(self) -> int:
+        return len(self.record.prompt_tokens) + len(self.completion.tokens)
+
+    @property
+    def aborted(self) -> bool:
+        return self.completion.finish_reason == "aborted"
+
+    def spread(self, values: np.ndarray | float) -> np.ndarray:
+        """Response values float32 [R] (or one number for all) in an array [L-1], 0 at the prompt."""
+        row = np.zeros(self.length - 1, np.float32)
+        row[self.response] = values
+        return row
+
+
+def scored(samples: Sequence[Sample]) -> Sequences:
+    """The samples' tokens alone, to be scored."""
+    return Sequences([s.tokens for s in samples], {})
+
+
+def trained(samples: Sequence[Sample], weights: Sequence[float]) -> Sequences:
+    """The samples with all that the loss reads; `weights[i]` is that of each response token of sample i."""
+    fields: dict[str, Callable[[Sample, float], np.ndarray | float]] = {
+        "mask": lambda s, w: float(s.valid),
+        "weight": lambda s, w: w,
+        "advantage": lambda s, w: s.advantage,
+        "old_logprob": lambda s, w: s.logprobs if s.logprobs is not None else 0.0,
+        "reference_logprob": lambda s, w: s.reference if s.reference is not None else 0.0,
+    }
+    rows = {n: [s.spread(value(s, w)) for s, w in zip(samples, weights, strict=True)] for n, value in fields.items()}
+    return Sequences([s.tokens for s in samples], rows)

@@ -1,0 +1,183 @@
+"""What runs inside the processes: one trainer rank, one rollout replica. The driver talks to them through Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_rl.config import Config
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences as the trainer sees them. `tokens[i]` int32 [L]; each field holds one float32 [L-1] per sequence,
+    number j speaking of token j + 1."""
+
+    tokens: list[np.ndarray]
+    fields: dict[str, list[np.ndarray]]
+
+
+class OptimizerStep(NamedTuple):
+    """The engine's `UpdateStats` for the driver, which does without torch's distributed half and megatron-core."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    sums: dict[str, float]
+
+
+def write_output_to(log: str) -> None:
+    """Send this process's output, C libraries' included, to the end of a file."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+class Worker:
+    """What both kinds share."""
+
+    def __init__(self, log: str) -> None:
+        write_output_to(log)
+
+    def describe(self) -> dict[str, Any]:
+        """Host, process id and versions, for the run's manifest."""
+        import platform
+        from importlib.metadata import version
+
+        packages = ("torch", "megatron-core", "transformers", "ray", "numpy")
+        return {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in packages},
+        }
+
+    def peak_memory_gib(self) -> dict[str, float]:
+        """Peak host memory of this process, and of its GPU where it has one, in GiB."""
+        import resource
+
+        import torch
+
+        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "gpu": 0.0}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            peak["gpu"] = torch.cuda.max_memory_allocated() / 2**30
+        return peak
+
+
+class TrainerWorker(Worker):
+    """One rank of the trainer: its engine, and the loss of the algorithm."""
+
+    def free_address(self) -> str:
+        """`host:port` where this process could listen, for the ranks to meet at."""
+        import socket
+
+        import ray.util
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(self, config: Config, rank: int, world: int, address: str, options: Mapping[str, bool]) -> dict[str, Any]:
+        """Build the engine (:meth:`Engine.create`); the layout and where this rank stands in it."""
+        if config.engine.device != "cuda":
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        from moe_rl.engine.engine import Engine
+
+        self.config = config
+        self.engine = Engine.create(config, rank, world, address, **options)
+        parallel = self.engine.parallel
+        return {**parallel.describe(), "dp_rank": parallel.dp_rank, "pp_rank": parallel.pp_rank, **self.describe()}
+
+    def _pack(self, batch: Sequences, cuts: Sequence[Any]) -> list[Any]:
+        from moe_rl.engine.batch import MicroBatch
+
+        packed = []
+        for cut in cuts:
+            fields = [{name: values[i] for name, values in batch.fields.items()} for i in cut.indices]
+            if cut.filler:  # keeps the ranks in step and must not be felt
+                fields = [{name: np.zeros_like(value) for name, value in each.items()} for each in fields]
+            packed.append(MicroBatch.pack([batch.tokens[i] for i in cut.indices], fields, list(cut.indices)))
+        return packed
+
+    def score(
+        self, batch: Sequences, cuts: Sequence[Any], temperature: float, entropy: bool, reference: bool
+    ) -> tuple[dict[int, tuple[np.ndarray, np.ndarray | None]], float]:
+        """Log-probs (and entropies) float32 [L-1] of this rank's sequences by index, on the last stage; seconds."""
+        start = time.perf_counter()
+        rows: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        packed = self._pack(Sequences(batch.tokens, {}), cuts)
+        scores = self.engine.log_probs(packed, temperature=temperature, entropy=entropy, reference=reference)
+        for ids, logprobs, entropies in scores:
+            for k, i in enumerate(ids):
+                rows[i] = (logprobs[k], entropies[k] if entropies is not None else None)
+        return rows, time.perf_counter() - start
+
+    def update(
+        self, batch: Sequences, cuts: Sequence[Any], temperature: float, supervised: bool
+    ) -> tuple[OptimizerStep, float]:
+        """One optimizer step on this rank's micro-batches; seconds."""
+        from moe_rl.trainer.losses import grpo_loss, supervised_loss
+
+        start = time.perf_counter()
+        loss = supervised_loss if supervised else grpo_loss(self.config.algorithm)
+        stats = self.engine.update(self._pack(batch, cuts), loss, temperature=temperature)
+        return OptimizerStep(stats.loss, stats.grad_norm, stats.lr, stats.sums), time.perf_counter() - start
+
+    def owned(self) -> list[Any]:
+        """What this rank can send: name, shape, dtype of each tensor and buffer (:class:`Owned`)."""
+        from moe_rl.models.weights import dtype_name
+        from moe_rl.reshard.plan import Owned
+
+        rank = self.engine.parallel.rank
+        return [Owned(rank, name, tuple(v.shape), dtype_name(v)) for name, v in self.engine.weights().items()]
+
+    def send(self, names: Sequence[str], dtypes: Mapping[str, str], version: int) -> list[Any]:
+        """The named tensors as packets, each in its receiver's dtype."""
+        from moe_rl.reshard.transport import pack
+
+        source = self.engine.parallel.rank
+        return list(pack(self.engine.weights(), names, dtypes, version=version, source=source))
+
+    def load_released(self, path: str) -> None:
+        self.engine.load_released(path)
+
+    def save(self, directory: str, contents: Sequence[str]) -> None:
+        self.engine.save(directory, contents=contents)
+
+    def load(self, directory: str, contents: Sequence[str]) -> None:
+        self.engine.load(directory, contents=contents)
+
+    def digest(self) -> dict[str, int]:
+        return self.engine.digest()
+
+
+class RolloutWorker(Worker):
+    """One rollout replica."""
+
+    def start(self, config: Config) -> dict[str, Any]:
+        from moe_rl.rollout.transformers_engine import TransformersEngine
+
+        self.engine = TransformersEngine.from_config(config)
+        return self.describe()
+
+    def holdings(self, receiver: int) -> list[Any]:
+        """What this replica, number `receiver` of the plan, must be given."""
+        return self.engine.holdings(receiver)
+
+    def receive(self, version: int, names: Sequence[str], *packets: Sequence[Any]) -> None:
+        """Take a new weight version, whole or not at all."""
+        self.engine.receive([packet for part in packets for packet in part], version, names)
+
+    def generate(self, requests: Sequence[Any]) -> tuple[list[Any], float]:
+        """One completion for each request, in their order; seconds."""
+        start = time.perf_counter()
+        return self.engine.generate(requests), time.perf_counter() - start
