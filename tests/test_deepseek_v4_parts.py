@@ -260,3 +260,20 @@ def test_functional_reference_of_the_clamp(megatron_world):
     assert float(gate.max()) > 0.1 and float(up.abs().max()) > 0.1
     want = (F.silu(gate.clamp(max=0.1)) * up.clamp(-0.1, 0.1)) @ expert.linear_fc2.weight.t()
     assert torch.allclose(expert(x)[0], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_equal_index_scores_are_chosen_alike_in_any_company(k: int) -> None:
+    """Rectified scores tie at 0 often; which of them is taken must not depend on what else lies in the row."""
+    from moe_rl.models.deepseek_v4.attention import _top
+
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.randn(400, 9, generator=generator).relu()
+    allowed = torch.rand(400, 9, generator=generator) < 0.8
+    alone = _top(scores, allowed, k)
+    wide = torch.cat([torch.ones(400, 30), scores, torch.ones(400, 50)], 1)
+    wide_allowed = torch.cat([torch.zeros(400, 30), allowed, torch.zeros(400, 50)], 1).bool()
+    packed = _top(wide, wide_allowed, k) & wide_allowed
+    assert packed[:, 30:39].equal(alone & allowed)
+    assert not packed[:, :30].any() and not packed[:, 39:].any()
+    assert (alone & allowed).sum(1).equal(allowed.sum(1).clamp(max=k))

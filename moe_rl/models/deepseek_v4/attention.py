@@ -103,8 +103,13 @@ class Attention(nn.Module):
 
 
 def _top(scores: torch.Tensor, allowed: torch.Tensor, k: int) -> torch.Tensor:
-    """bool [C, N]: the k best allowed entries of each row (all of them where fewer are allowed)."""
-    best = scores.masked_fill(~allowed, float("-inf")).topk(min(k, scores.shape[-1]), dim=-1).indices
+    """bool [C, N]: the k best allowed entries of each row (all of them where fewer are allowed), the earlier of equals.
+
+    Rectified scores are often equal (0). `topk` would choose among them by the width of the row, and a sequence would
+    feel what it is packed with; a stable sort does not.
+    """
+    ranked = scores.masked_fill(~allowed, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    best = ranked[:, : min(k, scores.shape[-1])]
     return torch.zeros_like(allowed).scatter(1, best, True)
 
 
