@@ -53,7 +53,9 @@ def run_ranks(fn: Callable, world: int, *args: Any, timeout: float = 300.0) -> l
             try:
                 rank, ok, value = results.get(timeout=timeout)
             except queue.Empty:
-                raise RuntimeError(f"ranks {sorted(set(range(world)) - set(out))} gave no answer in {timeout} s") from None
+                raise RuntimeError(
+                    f"ranks {sorted(set(range(world)) - set(out))} gave no answer in {timeout} s"
+                ) from None
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             out[rank] = value

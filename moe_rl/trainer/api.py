@@ -25,9 +25,9 @@ from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, UserError
 from moe_rl.models.family import get_family, read_facts
 from moe_rl.observe.metrics import MetricsWriter
 from moe_rl.observe.progress import Progress
+from moe_rl.trainer.judging import Judge
 from moe_rl.trainer.loop import Loop, sample_lines
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
-from moe_rl.trainer.judging import Judge
 from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, read_state, verify, write_atomic
 
 Rows = Iterable[Mapping[str, Any]]
@@ -200,7 +200,9 @@ class GRPOTrainer:
             "host": platform.node(),
             "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers", "ray")},
             "git": _git_revision(),
-            "layout": {k: v for k, v in trainer.layout.items() if k in ("world", "tp", "pp", "vpp", "ep", "dp", "stages")},
+            "layout": {
+                k: v for k, v in trainer.layout.items() if k in ("world", "tp", "pp", "vpp", "ep", "dp", "stages")
+            },
             "reshard": sync.plan.summary().splitlines(),
             "workers": workers,
         }

@@ -122,7 +122,9 @@ class Loop:
         errors = self.verify(samples)
         judged = [s for s in samples if s.valid]
         if not judged:
-            raise RunFailed("reward.none", "no sample of this step has a reward", "All were aborted or failed to verify.")
+            raise RunFailed(
+                "reward.none", "no sample of this step has a reward", "All were aborted or failed to verify."
+            )
         kept = [s for s in samples if not s.aborted]
         return {
             "reward/mean": float(np.mean([s.reward for s in judged])),
@@ -142,7 +144,9 @@ class Loop:
     def score(self, samples: Sequence[Sample]) -> None:
         """The trainer's log-probs before the update, and the reference's where KL is asked for."""
         cuts, batch, temperature = self._cuts(samples), scored(samples), self.config.rollout.temperature
-        for i, (logprobs, entropy) in self.trainer.log_probs(batch, cuts, temperature=temperature, entropy=True).items():
+        for i, (logprobs, entropy) in self.trainer.log_probs(
+            batch, cuts, temperature=temperature, entropy=True
+        ).items():
             samples[i].logprobs, samples[i].entropy = logprobs[samples[i].response], entropy[samples[i].response]
         if self.config.algorithm.kl != "none":
             rows = self.trainer.log_probs(batch, cuts, temperature=temperature, reference=True)
@@ -274,5 +278,3 @@ def sample_lines(step: int, samples: Sequence[Sample], groups: int, n: int) -> l
             }
         )
     return lines
-
-

@@ -47,7 +47,9 @@ class Cluster:
         try:
             ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            raise RunFailed("ray.start", f"Ray did not start: {error}", "", "Check memory, /dev/shm and RAY_ADDRESS.") from error
+            raise RunFailed(
+                "ray.start", f"Ray did not start: {error}", "", "Check memory, /dev/shm and RAY_ADDRESS."
+            ) from error
         try:
             self._reserve()
         except BaseException:
@@ -101,7 +103,9 @@ class Cluster:
         self.workers[name] = actor
         return actor
 
-    def call(self, names: Sequence[str], method: str, arguments: Callable[[str], tuple], timeout_s: float, doing: str) -> dict:
+    def call(
+        self, names: Sequence[str], method: str, arguments: Callable[[str], tuple], timeout_s: float, doing: str
+    ) -> dict:
         """`method` on each of the named workers at once; results by name. A fault anywhere ends the run."""
         calls = {name: getattr(self.workers[name], method).remote(*arguments(name)) for name in names}
         logs = {name: self.logs / f"{name}.log" for name in self.workers}
@@ -134,7 +138,9 @@ class TrainerGroup:
         )
         self.layout = self.ranks[self.names[0]]
 
-    def _all(self, method: str, arguments: Callable[[str], tuple] = lambda _: (), doing: str = "", timeout_s: float = 0) -> dict:
+    def _all(
+        self, method: str, arguments: Callable[[str], tuple] = lambda _: (), doing: str = "", timeout_s: float = 0
+    ) -> dict:
         return self.cluster.call(self.names, method, arguments, timeout_s or self.timeout_s, doing or method)
 
     def _one(self, method: str, *arguments: Any) -> Any:
@@ -144,7 +150,13 @@ class TrainerGroup:
         self.seconds = {name: seconds for name, (_, seconds) in results.items()}
 
     def log_probs(
-        self, batch: Sequences, cuts: Sequence[Any], *, temperature: float, entropy: bool = False, reference: bool = False
+        self,
+        batch: Sequences,
+        cuts: Sequence[Any],
+        *,
+        temperature: float,
+        entropy: bool = False,
+        reference: bool = False,
     ) -> dict[int, tuple[Any, Any]]:
         """Log-probs float32 [L-1] and entropies (or None) of each sequence by its index.
 

@@ -218,7 +218,9 @@ def verify(checkpoint: Path) -> None:
         if manifest["sha256"] != _own_digest(files):
             raise ValueError("its content differs from what was saved")
         shards = json.loads((checkpoint / SHARD_DIGESTS).read_text())
-        faults = [f"{name} {fault}" for name in files if (fault := _fault(checkpoint / name, files[name], name in shards))]
+        faults = [
+            f"{name} {fault}" for name in files if (fault := _fault(checkpoint / name, files[name], name in shards))
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         faults = [f"{MANIFEST} cannot be used: {error}"]
     if faults:
