@@ -185,7 +185,6 @@ class TestRefuse:
             assert error.rule == rule and message in str(error), file
         assert refusal([]).rule == "data.empty"
         assert refusal(7).rule == "data.source"
-        assert refusal([{"question": "1", "answer": "1"}], template="{prompt}").rule == "data.template"
 
     def test_overlap(self):
         train = read([{"question": str(i), "answer": "1"} for i in range(5)])

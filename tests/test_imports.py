@@ -22,7 +22,7 @@ ROOMS = {
     "rewards": {"config", "data", "errors"},
     "observe": {"config", "errors"},
     "rollout": {"config", "models", "reshard", "errors"},
-    "engine": {"config", "models", "reshard", "errors"},
+    "engine": {"config", "models", "errors"},
 }
 FORBIDDEN = {  # third-party packages a room must not know
     "config": set(HEAVY),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from moe_rl.errors import RunFailed
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import transformers_views, weight_table
-from moe_rl.reshard.digest import CHUNK, digest, digest_all
+from moe_rl.models.digest import CHUNK, digest, digest_all
 from moe_rl.reshard.plan import Held, Owned, Transfer, make_plan
 from moe_rl.reshard.receive import Receiver
 from moe_rl.reshard.transport import Packet, pack, unpack

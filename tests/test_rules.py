@@ -76,7 +76,7 @@ def test_a_good_run_has_no_problem(config: Config, tmp_path: Path):
         ("rollout.top_p", 0.9, "rollout.top_p", "renormalises"),
         ("rollout.top_k", 5, "rollout.top_k", "renormalises"),
         ("rollout.temperature", 0.0, "config.range", "above 0"),
-        ("algorithm.minibatches", 3, "algorithm.minibatches", "= 128 samples do not divide"),
+        ("algorithm.minibatches", 3, "algorithm.minibatches", "16 does not divide into"),
         ("algorithm.dual_clip", 1.0, "algorithm.dual_clip", "above 1"),
         ("algorithm.clip_low", -0.1, "config.range", "at least 0"),
         ("algorithm.advantage", "gae", "config.choice", "group_std"),
@@ -113,7 +113,7 @@ def test_rule_fires(config: Config, key: str, value: object, rule: str, says: st
         ("rollout.max_response", 192),
         ("layout.stages", "Ett|tttL"),
         ("layout.vpp", 2),
-        ("algorithm.minibatches", 64),
+        ("algorithm.minibatches", 16),
         ("algorithm.dual_clip", 0.0),
         ("rollout.n", 2),
         ("optimizer.warmup_steps", 49),
@@ -186,6 +186,8 @@ def test_own_data_needs_no_files(config: Config):
     config.data.train = ""
     config.data.validation = ""
     assert check(config, FACTS, own_data=True) == []
+    config.data.template = "hello"
+    assert [p.rule for p in check(config, FACTS, own_data=True)] == ["data.template"]
 
 
 def test_port(config: Config):

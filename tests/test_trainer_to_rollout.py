@@ -7,7 +7,7 @@ import torch
 
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import weight_table
-from moe_rl.reshard.digest import digest_all
+from moe_rl.models.digest import digest_all
 from moe_rl.reshard.plan import Owned, make_plan
 from moe_rl.reshard.transport import pack
 from tests.distributed import run_ranks

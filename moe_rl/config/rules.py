@@ -35,7 +35,7 @@ def check(
     problems = value_problems(config)
     problems += model_directory(config)
     problems += layout_problems(config, facts)
-    for rule in (_group, _batch, _sampling, _optimizer, _algorithm, _device, _checkpoint, _port):
+    for rule in (_group, _batch, _sampling, _optimizer, _algorithm, _template, _device, _checkpoint, _port):
         problems += rule(config)
     if not own_data:
         problems += _data(config)
@@ -159,17 +159,15 @@ def _group(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    samples = config.data.prompts_per_step * config.rollout.n
-    minibatches = config.algorithm.minibatches
-    if samples % minibatches:
+    prompts, minibatches = config.data.prompts_per_step, config.algorithm.minibatches
+    if prompts % minibatches:
         yield _problem(
             config,
             "algorithm.minibatches",
-            "algorithm.minibatches data.prompts_per_step rollout.n",
-            f"data.prompts_per_step {config.data.prompts_per_step} * rollout.n {config.rollout.n} = {samples} samples do not"
-            f" divide into algorithm.minibatches {minibatches}",
-            "Each optimizer step of a batch takes an equal share of its samples.",
-            f"Use a divisor of {samples}.",
+            "algorithm.minibatches data.prompts_per_step",
+            f"data.prompts_per_step {prompts} does not divide into algorithm.minibatches {minibatches}",
+            "Each optimizer step takes an equal share of the batch, all samples of a prompt together.",
+            f"Use a divisor of {prompts}.",
         )
     longest = config.data.max_prompt + config.rollout.max_response
     if config.engine.max_tokens_per_micro_batch < longest:
@@ -245,17 +243,20 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         )
 
 
-def _data(config: Config) -> Iterator[Problem]:
-    data = config.data
-    if "{question}" not in data.template:
+def _template(config: Config) -> Iterator[Problem]:
+    if "{question}" not in config.data.template:
         yield _problem(
             config,
             "data.template",
             "data.template",
-            f"data.template {data.template!r} has no {{question}}",
+            f"data.template {config.data.template!r} has no {{question}}",
             "Every prompt would be the same text.",
             "Write {question} where the prompt goes.",
         )
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
     if not data.train:
         why = "It holds the training prompts."
         yield _problem(

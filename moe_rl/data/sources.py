@@ -78,13 +78,6 @@ def load(
         UserError: the source cannot be read or is empty, or any record cannot be used; the first ten such records are
             named with file and line, and the others counted. No record is ever left out.
     """
-    if "{question}" not in data.template:
-        raise UserError(
-            "data.template",
-            f"data.template {data.template!r} does not contain {{question}}",
-            "Every prompt would be the same text.",
-            'write the template around the placeholder, for example data.template="Q: {question}\\nA:"',
-        )
     records: list[Record] = []
     problems: list[str] = []
     total = 0

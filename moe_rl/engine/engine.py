@@ -158,9 +158,9 @@ class Engine:
 
     def digest(self) -> dict[str, int]:
         """Released name -> 64-bit digest of every tensor that this rank holds; layouts do not change it."""
-        from moe_rl.reshard.digest import digest
+        from moe_rl.models.digest import digest_all
 
-        return {name: digest(view) for name, view in self.weights().items()}
+        return digest_all(self.weights())
 
     def load_released(self, path: str | Path) -> None:
         """Read weights from safetensors into the policy and the reference. Raises UserError as models.load does."""

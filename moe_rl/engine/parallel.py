@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from moe_rl.config import Config
 from moe_rl.config.facts import ModelFacts
-from moe_rl.config.layout import resolve_stages, validate_stages
-from moe_rl.config.problem import Problem, raise_all
+from moe_rl.config.layout import resolve_stages
+from moe_rl.config.problem import raise_all
+from moe_rl.config.rules import layout_problems
 from moe_rl.errors import UserError
 
 
@@ -77,32 +78,11 @@ def check_layout(config: Config, facts: ModelFacts, world: int) -> str:
     Raises:
         UserError: the sizes do not multiply out, the family cannot do tensor parallelism, or the stages do not fit.
     """
-    layout, problems = config.layout, []
-    if layout.tp > 1 and not facts.supports_tp:
-        problems.append(
-            Problem("layout.tp", f"layout.tp is {layout.tp}", facts.tp_reason, "Set layout.tp=1.", "layout.tp")
-        )
-    if world % (layout.tp * layout.pp):
-        why = f"{world} trainer ranks cannot be divided into tp * pp = {layout.tp} * {layout.pp}."
-        problems.append(
-            Problem("layout.world", "the layout does not fit the ranks", why, "Change tp, pp or the ranks.")
-        )
-    elif (world // layout.pp) % (layout.ep * layout.etp):
-        why = f"a stage has {world // layout.pp} ranks, which ep * etp = {layout.ep} * {layout.etp} does not divide."
-        problems.append(Problem("layout.ep", "the layout does not fit the ranks", why, "Change ep, etp or the ranks."))
-    if layout.ep > 1 and facts.num_experts % layout.ep:
-        why = f"the model has {facts.num_experts} experts per layer."
-        problems.append(
-            Problem("layout.experts", f"layout.ep {layout.ep} does not divide the experts", why, "Change ep.")
-        )
-    if layout.vpp > 1 and layout.pp == 1:
-        why = "virtual stages interleave the stages of a pipeline."
-        problems.append(Problem("layout.vpp", f"layout.vpp is {layout.vpp} with pp=1", why, "Set layout.vpp=1."))
-    raise_all(problems)
-    arguments = facts.num_layers, facts.hash_layers, layout.pp, layout.vpp, layout.pin_hash_layers
-    stages = resolve_stages(layout.stages, *arguments)
-    raise_all(validate_stages(stages, *arguments))
-    return stages
+    raise_all(layout_problems(config, facts, world))
+    layout = config.layout
+    return resolve_stages(
+        layout.stages, facts.num_layers, facts.hash_layers, layout.pp, layout.vpp, layout.pin_hash_layers
+    )
 
 
 def init_distributed(config: Config, facts: ModelFacts, rank: int, world: int, address: str) -> Parallel:

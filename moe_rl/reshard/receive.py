@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from moe_rl.errors import RunFailed
+from moe_rl.models.digest import digest_all
 from moe_rl.models.weights import dtype_name
-from moe_rl.reshard.digest import digest_all
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.transport import Item, Packet, unpack
 

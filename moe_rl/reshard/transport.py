@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from moe_rl.errors import RunFailed
+from moe_rl.models.digest import digest_all
 from moe_rl.models.weights import DTYPES, dtype_name, torch_dtype
-from moe_rl.reshard.digest import digest_all
 
 ALIGNMENT = 64  # bytes: a cache line, and enough for any dtype
 PACKET_BYTES = 256 << 20  # a packet is closed before it passes this size
