@@ -85,7 +85,7 @@ def train(
 
 @app.command()
 def score(
-    source: Annotated[str, typer.Argument(help="A model directory, or a checkpoint of a run.")],
+    source: Annotated[str, typer.Argument(help="A model directory, a checkpoint, or a run (its newest one).")],
     tokens: Annotated[Path, typer.Option(help='JSONL, one {"tokens": [...]} a line.')],
     out: Annotated[Path, typer.Option(help='JSONL to write, one {"logprobs": [...]} a line.')],
     overrides: Overrides = None,
@@ -102,9 +102,9 @@ def score(
         raise UserError(
             "score.tokens", f"--tokens {tokens} does not exist", fix='Give a file with {"tokens": [...]} a line.'
         )
-    from moe_rl.trainer.api import score as run_scoring
+    from moe_rl.trainer.scoring import score as run_scoring
 
-    run_scoring(config, source, tokens, out)
+    print(f"{out}: log-probs of {run_scoring(config, source, tokens, out)} sequences")
 
 
 @app.command()
@@ -207,7 +207,7 @@ def _check_data(config: Config) -> tuple[int, int]:
 
 
 def _resolved_config(source: Path) -> Path | None:
-    """The configuration of the run that a checkpoint belongs to; None for a model directory."""
+    """The configuration of the run that a checkpoint (or the run directory) belongs to; None for a model directory."""
     if (source / "config.json").is_file():
         return None
     for directory in (source, *list(source.absolute().parents)[:2]):
@@ -217,7 +217,7 @@ def _resolved_config(source: Path) -> Path | None:
         "score.source",
         f"{source} is neither a model directory nor a checkpoint of a run",
         f"It has no config.json, and no {RESOLVED} is beside its checkpoints directory.",
-        "Give a directory with config.json and safetensors, or RUN/checkpoints/step_NNNNNN.",
+        "Give a directory with config.json and safetensors, RUN/checkpoints/step_NNNNNN, or RUN.",
     )
 
 

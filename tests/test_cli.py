@@ -39,10 +39,10 @@ def work(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def door(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
     """Put functions in the place of those that start processes, to see what reaches them and how they may end."""
 
-    def install(**functions: Callable) -> types.ModuleType:
-        module = types.ModuleType("moe_rl.trainer.api")
+    def install(name: str = "moe_rl.trainer.api", **functions: Callable) -> types.ModuleType:
+        module = types.ModuleType(name)
         module.__dict__.update(functions)
-        monkeypatch.setitem(sys.modules, "moe_rl.trainer.api", module)
+        monkeypatch.setitem(sys.modules, name, module)
         return module
 
     return install
@@ -144,7 +144,7 @@ def test_train_hands_everything_over(work: Path, door):
 
 def test_score_takes_the_configuration_of_a_run(work: Path, door):
     seen = []
-    door(score=lambda config, source, tokens, out: seen.append((config, source)))
+    door("moe_rl.trainer.scoring", score=lambda config, source, tokens, out: seen.append((config, source)))
     (work / "t.jsonl").write_text('{"tokens": [1, 2]}\n')
     command = ["--tokens", "t.jsonl", "--out", "o.jsonl"]
     assert run(["score", "model", *command, "layout.pp=2", "cluster.gpus_per_node=2"]) == 0

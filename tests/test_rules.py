@@ -83,7 +83,6 @@ def test_a_good_run_has_no_problem(config: Config, tmp_path: Path):
         ("engine.max_tokens_per_micro_batch", 79, "engine.token_budget", "64 + rollout.max_response 16 = 80"),
         ("rollout.max_response", 193, "rollout.positions", "= 257 tokens, the model has 256 positions"),
         ("optimizer.betas", [0.9], "optimizer.betas", "has 1 values"),
-        ("optimizer.warmup_steps", 50, "optimizer.warmup", "not less than trainer.steps 50"),
         ("optimizer.min_lr", 1.0, "optimizer.min_lr", "above optimizer.lr"),
         ("optimizer.lr", 0.0, "config.range", "above 0"),
         ("data.template", "hello", "data.template", "{question}"),
@@ -116,7 +115,7 @@ def test_rule_fires(config: Config, key: str, value: object, rule: str, says: st
         ("algorithm.minibatches", 16),
         ("algorithm.dual_clip", 0.0),
         ("rollout.n", 2),
-        ("optimizer.warmup_steps", 49),
+        ("optimizer.warmup_steps", 60),  # a recipe's warm-up may outlast a short trial run
         ("data.train", "reasoning_gym:chain_sum?size=10"),
         ("checkpoint.contents", ["model"]),
     ],

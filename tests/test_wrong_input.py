@@ -194,7 +194,6 @@ CASES = [
     Case("top-k sampling in training", "rollout.top_k", "rollout.top_k=50"),
     Case("more replicas than prompts", "rollout.replicas", "rollout.replicas=17"),
     Case("one beta", "optimizer.betas", "optimizer.betas=[0.9]"),
-    Case("a warm-up as long as the run", "optimizer.warmup", "optimizer.warmup_steps=50"),
     Case("a final learning rate above the first", "optimizer.min_lr", "optimizer.min_lr=1"),
     Case("a dual clip that is none", "algorithm.dual_clip", "algorithm.dual_clip=0.5"),
     Case("checkpoints without the weights", "checkpoint.contents", "checkpoint.contents=[optimizer]"),

@@ -56,6 +56,16 @@ def layout_problems(config: Config, facts: ModelFacts | None, world: int | None 
     return problems
 
 
+def scoring_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
+    """What is wrong with a scoring, which has a model, a layout and a device, but no data and no batch."""
+    problems = value_problems(config)
+    problems += model_directory(config)
+    problems += layout_problems(config, facts)
+    for rule in (_device, _port):
+        problems += rule(config)
+    return problems
+
+
 def preflight(
     config: Config, facts: ModelFacts | None = None, *, run_dir: Path | None = None, own_data: bool = False
 ) -> None:
@@ -209,15 +219,6 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             f"optimizer.betas {optimizer.betas} has {len(optimizer.betas)} values",
             "Adam keeps two moments, each with its decay rate.",
             "Give two, as in optimizer.betas=[0.9,0.95].",
-        )
-    if optimizer.warmup_steps >= config.trainer.steps and optimizer.warmup_steps > 0:
-        yield _problem(
-            config,
-            "optimizer.warmup",
-            "optimizer.warmup_steps trainer.steps",
-            f"optimizer.warmup_steps {optimizer.warmup_steps} is not less than trainer.steps {config.trainer.steps}",
-            "The learning rate would never reach optimizer.lr.",
-            "Warm up over fewer steps, or train longer.",
         )
     if optimizer.min_lr > optimizer.lr:
         yield _problem(

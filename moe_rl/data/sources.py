@@ -132,7 +132,7 @@ def _rows(source: Any, data: DataConfig, name: str) -> Iterator[Row]:
         why = "It is a directory." if path.is_dir() else "There is no such file."
         raise UserError("data.path", f"{name}: cannot read {path}", why, "give a .jsonl or .parquet file")
     if path.suffix in (".jsonl", ".ndjson", ".json"):
-        return _jsonl(path, name)
+        return read_jsonl(path, name)
     if path.suffix in (".parquet", ".pq"):
         return _parquet(path, data, name)
     raise UserError(
@@ -160,7 +160,12 @@ def _iterable(source: Any, name: str) -> Iterator[Row]:
             yield Row(f"record {i}", {}, f"is of type {type(row).__name__}, not a dict")
 
 
-def _jsonl(path: Path, name: str) -> Iterator[Row]:
+def read_jsonl(path: Path, name: str) -> Iterator[Row]:
+    """The lines of a JSONL file, blank ones aside; one that is no JSON object has a `problem`. `name` is for messages.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     try:
         file = path.open("rb")
     except OSError as e:

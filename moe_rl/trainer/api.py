@@ -1,4 +1,4 @@
-"""The doors: a run from a configuration, a run from Python objects, and scoring of given tokens."""
+"""The doors to a run: from a configuration, and from Python objects."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import json
 import platform
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import numpy as np
 
 from moe_rl.config import Config, preflight
 from moe_rl.data import Cursor, Record, check_overlap
@@ -28,7 +25,7 @@ from moe_rl.observe.progress import Progress
 from moe_rl.trainer.judging import Judge
 from moe_rl.trainer.loop import Loop, sample_lines
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
-from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, read_state, verify, write_atomic
+from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, checkpoint_of, read_state, verify, write_atomic
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -105,7 +102,7 @@ class GRPOTrainer:
                     "Choose another --run-dir, or continue with --resume auto.",
                 )
             return None
-        return Path(resume).absolute()
+        return checkpoint_of(Path(resume))
 
     def _restore(self) -> RunState:
         """The state to start from, checked against this run's model and data."""
@@ -216,73 +213,3 @@ def _git_revision() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-# ------------------------------------------------------------------------------------------------------------- scoring
-def score(config: Config, source: str | Path, tokens: str | Path, out: str | Path) -> None:
-    """Per-token log-probs of given sequences through the engine, in the layout of `config`.
-
-    Args:
-        source: a model directory, or a checkpoint of a run (whose model `config.model.path` then names).
-        tokens: JSONL, ``{"tokens": [ids]}`` a line.
-        out: JSONL to write, ``{"logprobs": [floats]}`` a line: natural log, temperature 1, the first token omitted.
-
-    Raises:
-        UserError: a line, a token id or the layout is wrong.
-        RunFailed: a rank failed, or the checkpoint is damaged.
-    """
-    from moe_rl.grpo.batching import micro_batches
-    from moe_rl.trainer.worker import Sequences
-
-    facts = read_facts(config.model.path, config.model.family)
-    layout_preflight(config, facts)
-    checkpoint = Path(source).absolute() if not (Path(source) / "config.json").is_file() else None
-    if checkpoint:
-        read_state(checkpoint)
-        verify(checkpoint)
-    sequences = read_tokens(Path(tokens), facts.vocab_size, facts.max_positions)
-    with tempfile.TemporaryDirectory(prefix="moe_rl_score_") as scratch, Cluster(config, Path(scratch)) as cluster:
-        trainer = TrainerGroup(cluster, train=False)
-        trainer.start()
-        if checkpoint:
-            trainer.load(checkpoint, ["model"])
-        layout = trainer.layout
-        multiple = layout["pp"] if layout["vpp"] > 1 else 1
-        lengths = [len(s) for s in sequences]
-        cuts = micro_batches(lengths, config.engine.max_tokens_per_micro_batch, layout["dp"], multiple)
-        rows = trainer.log_probs(Sequences(sequences, {}), cuts, temperature=1.0)
-    lines = (json.dumps({"logprobs": [float(x) for x in rows[i][0]]}) + "\n" for i in range(len(sequences)))
-    write_atomic(Path(out).absolute(), "".join(lines))
-
-
-def read_tokens(path: Path, vocab_size: int, max_positions: int) -> list[np.ndarray]:
-    """The sequences of a token file, int32 [L] each.
-
-    Raises:
-        UserError: lines that are no ``{"tokens": [...]}`` or hold ids outside the vocabulary, with their numbers.
-    """
-    sequences, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            ids = json.loads(line)["tokens"]
-            if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-                raise ValueError(f"tokens must be a list of one or more ids from 0 to {vocab_size - 1}")
-            if len(ids) > max_positions:
-                raise ValueError(f"{len(ids)} tokens, but the model has {max_positions} positions")
-            sequences.append(np.array(ids, np.int32))
-        except (ValueError, KeyError, TypeError) as error:
-            problems.append(f"{path}:{number}: {type(error).__name__}: {error}")
-    if problems or not sequences:
-        what = "; ".join(problems[:10]) or f"{path} holds no sequence"
-        raise UserError("score.tokens", what, "", 'Give one {"tokens": [1, 2, 3]} a line.')
-    return sequences
-
-
-def layout_preflight(config: Config, facts: Any) -> None:
-    """The rules of layout and device alone: scoring has no data and no batch."""
-    from moe_rl.config.problem import raise_all
-    from moe_rl.config.rules import layout_problems
-
-    raise_all(layout_problems(config, facts))

@@ -166,6 +166,14 @@ class RunDirectory:
             shutil.rmtree(old, ignore_errors=True)
 
 
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path given by a user means: itself, what a `latest` names, or the newest of a run."""
+    path = path.absolute()
+    if path.name == LATEST and path.is_file():
+        return path.parent / path.read_text().strip()
+    return RunDirectory(path).latest() or path
+
+
 def read_state(checkpoint: Path) -> RunState:
     """The state of a checkpoint directory.
 
