@@ -9,16 +9,19 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_rl import __version__
-from moe_rl.config import Config, ModelFacts, load_config, preflight
+from moe_rl.config import Config, load_config
 from moe_rl.config.load import shipped
 from moe_rl.config.problem import nearest
 from moe_rl.config.schema import KeyInfo, keys, sections
 from moe_rl.errors import EXIT_DONE, MoeRLError, RunFailed, UserError
+
+if TYPE_CHECKING:
+    from moe_rl.trainer.inputs import Inputs
 
 EXIT_INTERRUPTED = 130
 RESOLVED = "config.resolved.yaml"
@@ -68,9 +71,10 @@ def train(
     """Train a model with GRPO."""
     config = load_config(recipe, overrides or (), hw=hw, files=file or ())
     directory = run_dir or Path("runs") / f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    facts = _check(config, directory)
     if dry_run:
-        print(describe(config, facts, *_check_data(config)))
+        from moe_rl.trainer.inputs import read_inputs
+
+        print(describe(config, read_inputs(config, directory)))
         return
     from moe_rl.trainer.api import train as run_training
 
@@ -151,59 +155,24 @@ def explain(
         )
 
 
-def describe(config: Config, facts: ModelFacts, prompts: int, held_out: int) -> str:
-    """The plan that --dry-run prints: model, layout, batch, data (`prompts` to train on, `held_out` to validate on), and
-    every value that is not a default.
-    """
+def describe(config: Config, inputs: Inputs) -> str:
+    """The plan that --dry-run prints: model, layout, batch, data, and every value that is not a default."""
     from moe_rl.planner import describe_layout
 
-    data, n = config.data, config.rollout.n
+    data, n, facts, held_out = config.data, config.rollout.n, inputs.facts, len(inputs.validation)
     samples = data.prompts_per_step * n
     lines = [
         f"model: {facts.family}, {facts.num_layers} layers, {facts.path}",
         describe_layout(config, facts),
         f"step: {data.prompts_per_step} prompts * {n} samples = {samples} completions of up to"
         f" {config.rollout.max_response} tokens, {config.algorithm.epochs * config.algorithm.minibatches} optimizer step(s)",
-        f"data: {prompts} prompts of {data.train}",
+        f"data: {len(inputs.records)} prompts of {data.train}",
         f"validation: {held_out} prompts of {data.validation}" if held_out else "validation: none",
         f"reward: {config.reward.name}",
         "values that are not defaults:",
     ]
     lines += [f"  {name}: {config.get(name)}  # {origin}" for name, origin in config.origins.items()]
     return "\n".join(lines)
-
-
-def _check(config: Config, run_dir: Path) -> ModelFacts:
-    """Preflight, in two passes since the model's facts can be read only where model.path is right; then the headers of
-    its weights.
-    """
-    from moe_rl.config.rules import model_directory
-    from moe_rl.models.family import get_family, read_facts
-    from moe_rl.models.load import check_released
-
-    if any(model_directory(config)):
-        preflight(config, run_dir=run_dir)
-    facts = read_facts(config.model.path, config.model.family)
-    preflight(config, facts, run_dir=run_dir)
-    family = get_family(facts.family)
-    check_released(config.model.path, family.weight_table(family.read_arch(config.model.path)))
-    return facts
-
-
-def _check_data(config: Config) -> tuple[int, int]:
-    """Read every record and look the verifier up; the number of training and of validation prompts."""
-    from moe_rl.data import check_overlap, load
-    from moe_rl.data.tokenizer import load_tokenizer
-    from moe_rl.rewards import describe as describe_verifier
-
-    describe_verifier(config.reward.name, config.reward.args, config.rollout.max_response)
-    tokenizer = load_tokenizer(config.model.path)
-    train = load(config.data.train, config.data, tokenizer, "data.train")
-    if not config.data.validation:
-        return len(train), 0
-    validation = load(config.data.validation, config.data, tokenizer, "data.validation")
-    check_overlap(train, validation)
-    return len(train), len(validation)
 
 
 def _resolved_config(source: Path) -> Path | None:

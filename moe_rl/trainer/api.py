@@ -8,26 +8,22 @@ import platform
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moe_rl.config import Config, preflight
-from moe_rl.data import Cursor, Record, check_overlap
-from moe_rl.data import load as load_records
-from moe_rl.data.tokenizer import load_tokenizer
+from moe_rl.config import Config
+from moe_rl.data import Cursor
 from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, UserError
-from moe_rl.models.family import get_family, read_facts
 from moe_rl.observe.metrics import MetricsWriter
 from moe_rl.observe.progress import Progress
+from moe_rl.trainer.inputs import Rows, read_inputs
 from moe_rl.trainer.judging import Judge
 from moe_rl.trainer.loop import Loop, sample_lines
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
 from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, checkpoint_of, read_state, verify, write_atomic
-
-Rows = Iterable[Mapping[str, Any]]
 
 
 def train(config: Config, run_dir: str | Path | None = None, resume: str = "auto") -> int:
@@ -69,25 +65,15 @@ class GRPOTrainer:
         self.config = config
         stem = Path(config.recipe or "run").stem
         self.run = RunDirectory(Path(run_dir or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
-        self.facts = read_facts(config.model.path, config.model.family)
-        preflight(config, self.facts, run_dir=self.run.path, own_data=dataset is not None)
-        family = get_family(self.facts.family)
-        self.arch = json.loads(json.dumps(dataclasses.asdict(family.read_arch(config.model.path))))
-        family.check_weights(config.model.path)
-
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.records = self._records(dataset if dataset is not None else config.data.train, "data.train")
-        held_out = validation if validation is not None else config.data.validation
-        self.validation = self._records(held_out, "data.validation") if held_out else []
-        check_overlap(self.records, self.validation)
-        self.cursor = Cursor(self.records, seed=config.trainer.seed, shuffle=config.data.shuffle)
+        self.inputs = read_inputs(config, self.run.path, reward=reward, dataset=dataset, validation=validation)
+        self.arch = json.loads(
+            json.dumps(dataclasses.asdict(self.inputs.arch))
+        )  # as a checkpoint's state.json holds it
+        self.cursor = Cursor(self.inputs.records, seed=config.trainer.seed, shuffle=config.data.shuffle)
         self.judge = Judge(config, reward)
         self.checkpoint = self._find_checkpoint(resume)
         self.state = self._restore()
         self.stop_asked = False
-
-    def _records(self, source: Any, name: str) -> list[Record]:
-        return load_records(source, self.config.data, self.tokenizer, name)
 
     # ------------------------------------------------------------------------------------------------------- resuming
     def _find_checkpoint(self, resume: str) -> Path | None:
@@ -159,7 +145,16 @@ class GRPOTrainer:
         sync.push(state.weight_version)  # before anything else: no rollout ever samples from other weights
         self._write_manifest(trainer, rollout, sync)
         loop = Loop(
-            config, state, trainer, rollout, sync, self.cursor, self.validation, self.judge, self.tokenizer, progress
+            config,
+            state,
+            trainer,
+            rollout,
+            sync,
+            self.cursor,
+            self.inputs.validation,
+            self.judge,
+            self.inputs.tokenizer,
+            progress,
         )
         while state.step < config.trainer.steps:
             line, samples = loop.step()

@@ -214,8 +214,8 @@ class Loop:
     def validate(self, step: int) -> dict[str, float]:
         """Accuracy on held-out prompts, of the weights that sample this step; {} where none is due."""
         trainer = self.config.trainer
-        due = step in (1, trainer.steps) or step % trainer.validate_every == 0 if trainer.validate_every else False
-        if not due or not self.validation:
+        every = trainer.validate_every
+        if not every or not self.validation or not (step in (1, trainer.steps) or step % every == 0):
             return {}
         with self.phase("validation", self.rollout):
             records = self.validation[: trainer.validation_prompts]

@@ -1,0 +1,61 @@
+"""Everything a run reads before it starts, checked in the order that gives the most telling message. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_rl.config import Config, ModelFacts, preflight
+from moe_rl.config.rules import model_directory
+from moe_rl.data import Record, check_overlap, load
+from moe_rl.data.tokenizer import Tokenizer, load_tokenizer
+from moe_rl.models.family import get_family, read_facts
+from moe_rl.rewards import describe as describe_verifier
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the configuration names, read. `arch` holds the model's sizes (the family's own type)."""
+
+    facts: ModelFacts
+    arch: Any
+    tokenizer: Tokenizer
+    records: list[Record]
+    validation: list[Record]
+
+
+def read_inputs(
+    config: Config,
+    run_dir: Path,
+    *,
+    reward: Callable[..., Any] | None = None,
+    dataset: Rows | None = None,
+    validation: Rows | None = None,
+) -> Inputs:
+    """Rules, model files, verifier, data: in this order, all checked, nothing started or written.
+
+    Args:
+        run_dir: where the run would write; its disk is looked at.
+        reward, dataset, validation: given in place of `reward.name`, `data.train` and `data.validation`.
+
+    Raises:
+        UserError: anything in them is wrong.
+    """
+    own_data = dataset is not None
+    if any(model_directory(config)):  # the model's facts can be read only where model.path is right
+        preflight(config, run_dir=run_dir, own_data=own_data)
+    facts = read_facts(config.model.path, config.model.family)
+    preflight(config, facts, run_dir=run_dir, own_data=own_data)
+    family = get_family(facts.family)
+    family.check_weights(config.model.path)
+    describe_verifier(reward or config.reward.name, config.reward.args, config.rollout.max_response)
+    tokenizer = load_tokenizer(config.model.path)
+    records = load(config.data.train if dataset is None else dataset, config.data, tokenizer, "data.train")
+    source = config.data.validation if validation is None else validation
+    held_out = load(source, config.data, tokenizer, "data.validation") if source else []
+    check_overlap(records, held_out)
+    return Inputs(facts, family.read_arch(config.model.path), tokenizer, records, held_out)
