@@ -84,7 +84,11 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/quickstart.py --seeds", *map(str, a.seeds), *a.overrides]),
         "revision": subprocess.run(revision, capture_output=True, text=True).stdout.strip(),
-        "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "memory_gib": psutil.virtual_memory().total // 2**30},
+        "hardware": {
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_gib": psutil.virtual_memory().total // 2**30,
+        },
         "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers", "ray")},
         "runs": runs,
     }
