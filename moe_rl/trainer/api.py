@@ -7,8 +7,10 @@ import json
 import platform
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -43,7 +45,8 @@ class GRPOTrainer:
         config: from :func:`moe_rl.load_config`.
         reward: a callable in place of `reward.name`; see :mod:`moe_rl.rewards` for its arguments.
         dataset: rows (dicts) in place of `data.train`; a finite iterable.
-        validation: rows in place of `data.validation`.
+        validation: rows in place of `data.validation`. With a `dataset` of one's own and without this, the validation set
+            of a shipped recipe is left out too: it belongs to the recipe's task.
         run_dir: where the run writes; by default runs/RECIPE-TIME.
         resume: ``auto`` continues from the run directory's latest checkpoint if it has one, ``never`` refuses a
             directory that holds a run, a path continues from that checkpoint.
@@ -70,9 +73,9 @@ class GRPOTrainer:
             json.dumps(dataclasses.asdict(self.inputs.arch))
         )  # as a checkpoint's state.json holds it
         self.cursor = Cursor(self.inputs.records, seed=config.trainer.seed, shuffle=config.data.shuffle)
-        self.judge = Judge(config, reward)
         self.checkpoint = self._find_checkpoint(resume)
         self.state = self._restore()
+        self.judge = Judge(config, reward)
         self.stop_asked = False
 
     # ------------------------------------------------------------------------------------------------------- resuming
@@ -120,13 +123,8 @@ class GRPOTrainer:
         metrics = MetricsWriter(self.run.path, tensorboard=config.observe.tensorboard)
         metrics.resume(self.state.step, self.state.metrics)
         progress = Progress(config.trainer.steps, self.state.step)
-        previous = signal.getsignal(signal.SIGTERM)
-        try:
-            signal.signal(signal.SIGTERM, self._ask_stop)
-            with metrics, progress, self.judge, Cluster(config, self.run.logs) as cluster:
-                return self._run(cluster, metrics, progress)
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+        with _on_sigterm(self._ask_stop), metrics, progress, self.judge, Cluster(config, self.run.logs) as cluster:
+            return self._run(cluster, metrics, progress)
 
     def _ask_stop(self, signum: int, frame: FrameType | None) -> None:
         self.stop_asked = True
@@ -199,6 +197,19 @@ class GRPOTrainer:
             "workers": workers,
         }
         write_atomic(self.run.path / MANIFEST, json.dumps(manifest, indent=1))
+
+
+@contextmanager
+def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have SIGTERM call `handler`, where this is the main thread: no other may say what signals do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _git_revision() -> str | None:

@@ -34,7 +34,7 @@ def read_inputs(
     *,
     reward: Callable[..., Any] | None = None,
     dataset: Rows | None = None,
-    validation: Rows | None = None,
+    validation: Rows | str | None = None,
 ) -> Inputs:
     """Rules, model files, verifier, data: in this order, all checked, nothing started or written.
 
@@ -55,7 +55,9 @@ def read_inputs(
     describe_verifier(reward or config.reward.name, config.reward.args, config.rollout.max_response)
     tokenizer = load_tokenizer(config.model.path)
     records = load(config.data.train if dataset is None else dataset, config.data, tokenizer, "data.train")
-    source = config.data.validation if validation is None else validation
-    held_out = load(source, config.data, tokenizer, "data.validation") if source else []
+    # a shipped recipe's validation set belongs to the recipe's own task
+    if validation is None and not (own_data and config.origin("data.validation").startswith("recipe ")):
+        validation = config.data.validation
+    held_out = load(validation, config.data, tokenizer, "data.validation") if validation else []
     check_overlap(records, held_out)
     return Inputs(facts, family.read_arch(config.model.path), tokenizer, records, held_out)
