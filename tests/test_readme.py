@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -24,20 +25,33 @@ def block(after: str) -> str:
     return "\n".join(line[4:] for line in lines[start:end]).strip() + "\n"
 
 
-def test_ones_own_task_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.chdir(tmp_path)
+CAPITALS = """France Paris,Spain Madrid,Italy Rome,Japan Tokyo,China Beijing,India Delhi,Egypt Cairo,Cuba Havana,Chile Santiago,
+Kenya Nairobi,Norway Oslo,Poland Warsaw,Greece Athens,Iran Tehran,Iraq Baghdad,Sweden Stockholm,Peru Lima"""
+
+
+def own_task() -> list[str]:
+    """Write the files of "Your own task" into the working directory, with more lines; the words of its command."""
     text = block("## Your own task")
     data, judge, command = (part.strip() for part in re.split(r"^# .*\n|^(?=\.venv)", text, flags=re.M)[1:])
     assert len((judge + command).splitlines()) < 10
-    Path("capitals.jsonl").write_text(data + "\n")
-    Path("held_out.jsonl").write_text(data.replace("France", "Peru").replace("Paris", "Lima") + "\n")
+    lines = [
+        data.replace("France", country).replace("Paris", capital)
+        for country, capital in (pair.split() for pair in CAPITALS.split(","))
+    ]
+    Path("capitals.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    Path("held_out.jsonl").write_text(lines[-1] + "\n")
     Path("judge.py").write_text(judge + "\n")
     words = shlex.split(command.replace("\\\n", " "))
     assert words[0] == ".venv/bin/moe-rl"
-    code = run([*words[1:], "--dry-run"])
+    return words[1:]
+
+
+def test_ones_own_task_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = run([*own_task(), "--dry-run"])
     output = capsys.readouterr()
     assert code == 0, output.err
-    assert f"data: 1 prompts of {tmp_path}/capitals.jsonl" in output.out and "reward: judge:reward" in output.out
+    assert f"data: 16 prompts of {tmp_path}/capitals.jsonl" in output.out and "reward: judge:reward" in output.out
 
 
 def test_every_option_and_file_it_names_exists(capsys: pytest.CaptureFixture[str]):
@@ -51,6 +65,20 @@ def test_every_option_and_file_it_names_exists(capsys: pytest.CaptureFixture[str
         assert (ROOT / target).exists(), target
     for target in re.findall(r"^make [a-z-]+", block("## Start"), flags=re.M):
         assert f"\n{target.split()[1]}:" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.slow
+def test_ones_own_task_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "moe_rl.cli", *own_task(), "trainer.steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [run_dir] = tmp_path.glob("runs/dsv4-tiny-*")
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [m["eval/samples"] for m in metrics] == [1.0, 1.0]
+    for line in map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines()):
+        assert line["prompt"].startswith("capital of ") and line["prompt"].endswith("? ")
+        assert line["reward"] == float(line["response"].strip().lower() == line["answer"].lower())
 
 
 @pytest.mark.slow

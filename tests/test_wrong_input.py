@@ -174,6 +174,7 @@ CASES = [
     Case("a data file that is not there", "data.path", "data.train=nowhere.jsonl"),
     Case("a data file of an unknown kind", "data.format", "data.train=mine.yaml"),
     Case("empty data", "data.empty", edit=write("train.jsonl", "")),
+    Case("fewer prompts than a step takes", "data.batch", "data.prompts_per_step=41"),
     Case(
         "a line that is not JSON", "data.record", edit=append("train.jsonl", "{question: 1}\n"), says="train.jsonl:41"
     ),
@@ -205,6 +206,19 @@ CASES = [
     # other commands
     Case("score of what is no model", "score.source", "score data --tokens t.jsonl --out o.jsonl"),
     Case("score without its tokens file", "score.tokens", "score model --tokens t.jsonl --out o.jsonl"),
+    Case(
+        "score of a token id that is none",
+        "score.tokens",
+        "score model --tokens t.jsonl --out o.jsonl",
+        edit=write("t.jsonl", '{"tokens": [1, 2]}\n{"tokens": [1, 999]}\n'),
+        says="t.jsonl:2: 999",
+    ),
+    Case(
+        "score into a directory that is not there",
+        "score.out",
+        "score model --tokens t.jsonl --out nowhere/o.jsonl",
+        edit=write("t.jsonl", '{"tokens": [1, 2]}\n'),
+    ),
     Case("report of what is no run", "report.run_dir", "report model"),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cursor import Cursor, epoch_order
+from .cursor import Cursor, check_batch, epoch_order
 from .sources import Record, check_overlap, load
 
-__all__ = ["Cursor", "Record", "check_overlap", "epoch_order", "load"]
+__all__ = ["Cursor", "Record", "check_batch", "check_overlap", "epoch_order", "load"]

@@ -23,6 +23,17 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(size), key=key)
 
 
+def check_batch(records: Sequence[Record], count: int) -> None:
+    """Raise UserError where a data set has fewer records than one step takes."""
+    if count > len(records):
+        raise UserError(
+            "data.batch",
+            f"a step takes {count} prompts, but the data set has {len(records)}",
+            "A prompt may stand only once in a step.",
+            f"lower data.prompts_per_step to at most {len(records)}, or add data",
+        )
+
+
 class Cursor:
     """Hands out batches of distinct records, each record once per epoch, for ever.
 
@@ -53,13 +64,7 @@ class Cursor:
         Raises:
             UserError: the data set has fewer than `count` records.
         """
-        if count > len(self.records):
-            raise UserError(
-                "data.batch",
-                f"a step takes {count} prompts, but the data set has {len(self.records)}",
-                "A prompt may stand only once in a step.",
-                f"lower data.prompts_per_step to at most {len(self.records)}, or add data",
-            )
+        check_batch(self.records, count)
         batch = self.held_back[:count]
         self.held_back = self.held_back[count:]
         taken = set(batch)

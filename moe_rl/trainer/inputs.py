@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_rl.config import Config, ModelFacts, preflight
 from moe_rl.config.rules import model_directory
-from moe_rl.data import Record, check_overlap, load
+from moe_rl.data import Record, check_batch, check_overlap, load
 from moe_rl.data.tokenizer import Tokenizer, load_tokenizer
 from moe_rl.models.family import get_family, read_facts
 from moe_rl.rewards import describe as describe_verifier
@@ -55,6 +55,7 @@ def read_inputs(
     describe_verifier(reward or config.reward.name, config.reward.args, config.rollout.max_response)
     tokenizer = load_tokenizer(config.model.path)
     records = load(config.data.train if dataset is None else dataset, config.data, tokenizer, "data.train")
+    check_batch(records, config.data.prompts_per_step)
     # a shipped recipe's validation set belongs to the recipe's own task
     if validation is None and not (own_data and config.origin("data.validation").startswith("recipe ")):
         validation = config.data.validation
