@@ -155,6 +155,7 @@ def test_fewer_sequences_than_the_layout_has_slots(layout: str, expected: list[n
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a run and three scorings
 def test_a_checkpoint_scores_as_the_run_sampled(tmp_path: Path, capsys):
     """Step 2 sampled from the weights that step 1 saved: transformers' sampled log-probs are those of the checkpoint."""
     from moe_rl.data.tokenizer import load_tokenizer
