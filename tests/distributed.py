@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import queue
+import shutil
 import socket
 import traceback
 from collections.abc import Callable
@@ -40,8 +41,11 @@ def run_ranks(fn: Callable, world: int, *args: Any, timeout: float = 300.0) -> l
     Raises:
         RuntimeError: a rank raised, died or ran past `timeout` seconds.
     """
-    ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(["tests.preload"])
+    if shutil.which("nvidia-smi"):  # CUDA cannot be used in a fork of a process that has touched it
+        ctx: Any = mp.get_context("spawn")
+    else:
+        ctx = mp.get_context("forkserver")
+        ctx.set_forkserver_preload(["tests.preload"])
     results = ctx.Queue()
     port = free_port()
     procs = [ctx.Process(target=_child, args=(fn, r, world, port, args, results), daemon=True) for r in range(world)]

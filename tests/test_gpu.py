@@ -19,9 +19,16 @@ def model(tmp_path_factory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model")))
 
 
+def _train_on_cpu(rank: int, world: int, port: int, *args) -> dict:
+    from moe_patches import cpu
+
+    cpu.install()  # before megatron-core is imported, which would take up Transformer Engine here
+    return _train(rank, world, port, *args)
+
+
 @pytest.fixture(scope="module")
 def on_cpu(model) -> dict:
-    return run_ranks(_train, 1, model, TRAINING, 4, True)[0]
+    return run_ranks(_train_on_cpu, 1, model, TRAINING, 4, True)[0]
 
 
 def check(result: dict, expected: dict, loss: float, logprob: float) -> None:

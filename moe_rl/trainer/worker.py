@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -47,10 +48,10 @@ class Worker:
 
     def __init__(self, log: str) -> None:
         write_output_to(log)
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} on {platform.node()} starts", flush=True)
 
     def describe(self) -> dict[str, Any]:
         """Host, process id and versions, for the run's manifest."""
-        import platform
         from importlib.metadata import version
 
         packages = ("torch", "megatron-core", "transformers", "ray", "numpy")
@@ -88,14 +89,19 @@ class TrainerWorker(Worker):
 
     def start(self, config: Config, rank: int, world: int, address: str, options: Mapping[str, bool]) -> dict[str, Any]:
         """Build the engine (:meth:`Engine.create`); the layout and where this rank stands in it."""
-        if config.engine.device != "cuda":
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        from moe_rl.engine.parallel import pick_device
+
+        if pick_device(config.engine.device).type == "cpu":
+            from moe_patches import cpu
+
+            cpu.install()  # before megatron-core is imported: it must not find Transformer Engine
         from moe_rl.engine.engine import Engine
 
         self.config = config
         self.engine = Engine.create(config, rank, world, address, **options)
         parallel = self.engine.parallel
-        return {**parallel.describe(), "dp_rank": parallel.dp_rank, "pp_rank": parallel.pp_rank, **self.describe()}
+        place = {"dp_rank": parallel.dp_rank, "pp_rank": parallel.pp_rank}
+        return {**parallel.describe(), **place, **self.describe(), "patches": self.engine.patches}
 
     def _pack(self, batch: Sequences, cuts: Sequence[Any]) -> list[Any]:
         from moe_rl.engine.batch import MicroBatch

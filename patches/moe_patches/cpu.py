@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -42,6 +43,7 @@ def install() -> None:
             "moe_patches.cpu.install() was called in a process that has imported vLLM; the shim makes CUDA requests "
             "look answered, which would mislead vLLM. Run the CPU trainer and vLLM in processes of their own."
         )
+    _hide_gpu_libraries()
     _disable_compilation()
     _redirect_factories()
     _redirect_tensor_methods()
@@ -49,6 +51,7 @@ def install() -> None:
     _patch_rng()
     _patch_dispatcher()
     _patch_adamw_resume()
+    _patch_hybrid_optimizer()
     _installed = True
 
 
@@ -61,6 +64,17 @@ def _asks_for_cuda(device: Any) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _hide_gpu_libraries() -> None:
+    """Where Transformer Engine or Apex are installed, megatron-core would hand their kernels CPU tensors: a crash."""
+    for name in ("transformer_engine", "apex"):
+        if name in sys.modules and sys.modules[name] is not None:
+            raise RuntimeError(
+                f"moe_patches.cpu.install() was called in a process that has imported {name}, whose kernels megatron-core "
+                "then uses. Call it before megatron-core is imported."
+            )
+        sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails, and megatron-core does without
 
 
 # ---------------------------------------------------------------------------------------------------- torch
@@ -221,7 +235,7 @@ def _patch_adamw_resume() -> None:
     )
 
     def is_torch_adam(optimizer: Any) -> bool:
-        return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+        return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)  # which the offloading one is not
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -254,3 +268,56 @@ def _patch_adamw_resume() -> None:
     DistributedOptimizer.__init__ = __init__
     DistributedOptimizer.load_state_dict = load_state_dict
     DistributedOptimizer._set_main_param_and_optimizer_states = set_main_param_and_states
+
+
+class _TwoDevices(torch.overrides.TorchFunctionMode):
+    """Within, tensors are on the GPU by their own account (`is_cuda`), until `cpu()` copies them; what is made of a copy
+    is on the CPU as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: dict[int, torch.Tensor] = {}  # by id, and held so that no id is given out again
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_host = bool(args) and id(args[0]) in self.host
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not on_host
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and (on_host or func == torch.Tensor.cpu):
+            self.host[id(result)] = result
+        return result
+
+
+def _patch_hybrid_optimizer() -> None:
+    """The CPU-offloading optimizer asks each parameter whether it is on the GPU: here all are, but for its copies.
+
+    Its checkpoints take the way that they take on a GPU, where Transformer Engine is present: without it megatron-core
+    looks for the step where only torch's own optimizers keep it.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    @functools.wraps(divide)
+    def divide_over_two_devices(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _TwoDevices():
+            return divide(self, *args, **kwargs)
+
+    def as_on_gpu(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def with_engine(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(getattr(self, "optimizer", None), HybridDeviceOptimizer):
+                return method(self, *args, **kwargs)
+            present, distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.HAVE_APEX_OR_TE, True
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                distrib_optimizer.HAVE_APEX_OR_TE = present
+
+        return with_engine
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide_over_two_devices
+    for name in ("state_dict", "load_state_dict"):
+        method = getattr(distrib_optimizer.DistributedOptimizer, name)
+        setattr(distrib_optimizer.DistributedOptimizer, name, as_on_gpu(method))

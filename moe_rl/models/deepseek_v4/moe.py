@@ -9,9 +9,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch.nn import functional as F
 
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 
@@ -25,7 +25,7 @@ def route(logits: torch.Tensor, scale: float, top_k: int, bias=None, chosen=None
     Returns:
         probs float32 [T, E] (0 where not chosen) and the bool map [T, E] of the choice.
     """
-    scores = torch.nn.functional.softplus(logits).sqrt()
+    scores = F.softplus(logits).sqrt()
     if chosen is None:
         chosen = (scores.detach() + bias).topk(top_k, dim=-1, sorted=False).indices
     weights = scores.gather(1, chosen)
@@ -54,7 +54,8 @@ class Router(TopKRouter):
     def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [T, 1, h], token_ids [T] -> probs float32 [T, E], map bool [T, E]."""
         arch = self.config.arch
-        logits = router_gating_linear(hidden, self.weight, None, torch.float32).view(-1, arch.num_experts)
+        # Not megatron-core's router_gating_linear: where Transformer Engine is installed it runs on GPUs alone.
+        logits = F.linear(hidden.float(), self.weight.float()).view(-1, arch.num_experts)
         if self.is_hash:
             return route(logits, arch.routed_scaling_factor, arch.top_k, chosen=self.tid2eid[token_ids])
         return route(logits, arch.routed_scaling_factor, arch.top_k, bias=self.expert_bias)
