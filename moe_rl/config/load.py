@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from .schema import Config, KeyInfo, keys, sections
 PACKAGE = Path(__file__).resolve().parent.parent
 ASSETS = PACKAGE / "assets"
 DEFAULT_PROFILE = "cpu"
+PATCH_SWITCH = "MOE_PATCHES_DISABLE"
 FREE_FORM = "reward.args"  # a mapping whose keys belong to the verifier, not to the schema
 PATH_KEYS = ("model.path", "data.train", "data.validation")
 _HEADER = "# moe_rl configuration: recipe {recipe}, profile {profile}"
@@ -95,7 +97,18 @@ def load_config(
     entries += [_parse_override(text) for text in overrides]
     config = _build(entries)
     config.recipe, config.profile = name, profile
+    _add_environment(config)
     return config
+
+
+def _add_environment(config: Config) -> None:
+    """Patches that the environment switches off join those of the configuration: here once, for all processes alike."""
+    named = {name.strip() for name in os.environ.get(PATCH_SWITCH, "").split(",")} - {""}
+    if named - set(config.patches.disable):
+        config.patches.disable = [*config.patches.disable, *sorted(named - set(config.patches.disable))]
+        before = config.origins.get("patches.disable")
+        config.origins["patches.disable"] = f"{before} and " * bool(before) + f"environment {PATCH_SWITCH}"
+        raise_all(value_problems(config))
 
 
 def load_resolved(path: str | Path) -> Config:

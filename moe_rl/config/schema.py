@@ -14,6 +14,14 @@ from pathlib import Path
 from typing import Any
 
 CHECKPOINT_PARTS = ("model", "optimizer", "extra")
+PATCHES = (  # of moe_patches, which this package does not import; a test holds the two together
+    "no_grad_main_params",
+    "dtype_safe_gradients",
+    "hybrid_masters",
+    "optimizer_states",
+    "hybrid_reload",
+    "hybrid_gradients",
+)
 
 
 def key(
@@ -113,6 +121,27 @@ class OptimizerConfig:
     eps: float = key(1e-8, "Added to the root of the second moment.", above=0)
     weight_decay: float = key(0.0, "Decoupled weight decay.", low=0)
     clip_grad: float = key(1.0, "Largest global gradient norm; 0 does not clip.", low=0)
+    precision_aware: bool = key(
+        False,
+        "The optimizer alone holds the fp32 masters of bf16 weights and reads gradients in their own type: with"
+        " offload no copy of the masters is left on the GPU, without it moments may be bf16.",
+    )
+    offload_fraction: float = key(
+        0.0,
+        "Share of the parameters whose masters and moments lie on the CPU and are updated there; 0 keeps all on the GPU.",
+        low=0,
+        high=1,
+    )
+    grad_dtype: str = key(
+        "fp32",
+        "Type of the gradient buffers of bf16 weights, in which micro-batches and ranks are summed.",
+        choices=("fp32", "bf16"),
+    )
+    moment_dtype: str = key(
+        "fp32",
+        "Type of Adam's two moments; takes effect in the precision-aware optimizer on the GPU alone.",
+        choices=("fp32", "bf16"),
+    )
 
 
 @dataclass
@@ -212,6 +241,23 @@ class CheckpointConfig:
         "What is saved; without `optimizer` a resumed run starts with fresh moments.",
         choices=CHECKPOINT_PARTS,
     )
+    optimizer_format: str = key(
+        "reshardable",
+        "`reshardable` loads in any layout, but gathers over the data-parallel ranks to save; `same_layout` gathers"
+        " nothing and loads in its own layout alone.",
+        choices=("reshardable", "same_layout"),
+    )
+
+
+@dataclass
+class PatchesConfig:
+    """Runtime patches of megatron-core (patches/README.md lists them)."""
+
+    disable: list[str] = key(
+        [],
+        "Patches to leave out, by name, or `all`. MOE_PATCHES_DISABLE=NAME,... adds to it where the run is started.",
+        choices=(*PATCHES, "all"),
+    )
 
 
 @dataclass
@@ -266,6 +312,7 @@ class Config:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    patches: PatchesConfig = field(default_factory=PatchesConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
@@ -17,11 +18,12 @@ from moe_rl.engine.parallel import Parallel
 # The rate is set before every step (schedule.py). A constant here keeps it out of megatron's param-group identifiers,
 # by which a checkpoint is matched: else a run resumed with another rate would not find its groups.
 _GROUP_RATE = 1.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def dtype_of(config: Config) -> torch.dtype:
     """The dtype of weights and activations (`engine.dtype`)."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.engine.dtype]
+    return DTYPES[config.engine.dtype]
 
 
 def make_transformer_config(family: Any, arch: Any, config: Config, parallel: Parallel) -> Any:
@@ -65,9 +67,14 @@ def build_chunks(family: Any, arch: Any, transformer_config: Any, parallel: Para
     ]
 
 
-def wrap_ddp(chunks: list[nn.Module], transformer_config: Any) -> list[DistributedDataParallel]:
-    """Each chunk behind megatron's DDP: parameters and fp32 gradients move into contiguous buffers."""
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+def wrap_ddp(config: Config, chunks: list[nn.Module], transformer_config: Any) -> list[DistributedDataParallel]:
+    """Each chunk behind megatron's DDP: parameters and gradients move into contiguous buffers, one for each dtype.
+
+    `optimizer.grad_dtype` is the type of gradients of bf16 weights; those of fp32 weights are fp32.
+    """
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.optimizer.grad_dtype == "fp32", use_distributed_optimizer=True
+    )
     return [
         DistributedDataParallel(transformer_config, options, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
@@ -77,10 +84,11 @@ def wrap_ddp(chunks: list[nn.Module], transformer_config: Any) -> list[Distribut
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Any:
     """AdamW over parameters and states sharded over the data-parallel ranks, with its states allocated.
 
-    Vectors and scalars have no weight decay (megatron's standard). Parameters kept in fp32 have groups of their own: a
+    With `optimizer.offload_fraction` a share of each rank's shards is kept and updated on the CPU. Vectors and scalars have no weight decay (megatron's standard). Parameters kept in fp32 have groups of their own: a
     group of mixed dtypes is saved in another order than it is held.
     """
     o, dtype = config.optimizer, dtype_of(config)
+    moments = DTYPES[o.moment_dtype]
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=_GROUP_RATE,
@@ -93,14 +101,37 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> An
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=True,
+        use_precision_aware_optimizer=o.precision_aware,
+        # Checked and otherwise unread by megatron-core: the buffers are made by wrap_ddp
+        main_grads_dtype=DTYPES[o.grad_dtype] if o.precision_aware else torch.float32,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+        optimizer_cpu_offload=o.offload_fraction > 0,
+        optimizer_offload_fraction=o.offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=True,
     )
     overrides = get_standard_config_overrides(options)
     kept_fp32 = ParamPredicate(name="keep_fp32", fn=lambda param: bool(getattr(param, "keep_fp32", False)))
     overrides[ParamKey(predicate=kept_fp32)] = {"max_lr": _GROUP_RATE, "min_lr": _GROUP_RATE}
     optimizer = get_megatron_optimizer(options, chunks, config_overrides=overrides)
     for part in optimizer.chained_optimizers:  # so that a checkpoint saved before the first step has its states
-        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _allocate_states(part.optimizer)
+        else:
+            part.init_state_fn(part.optimizer, part.config)
     return optimizer
+
+
+def _allocate_states(hybrid: HybridDeviceOptimizer) -> None:
+    """Moments of zero, where each is updated. Megatron's own way is a step on random gradients, at the groups' rate."""
+    for optimizer in hybrid.sub_optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                state = optimizer.state[param]
+                state.update(exp_avg=torch.zeros_like(param.data), exp_avg_sq=torch.zeros_like(param.data))
+                if isinstance(optimizer, torch.optim.AdamW):  # Transformer Engine counts steps in the group
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+    hybrid._sync_sub_optimizers_state_to_hdo()
 
 
 def set_hyperparameters(optimizer: Any, config: Config, lr: float) -> None:

@@ -1,7 +1,8 @@
 """The state of all trainer ranks in one directory: a megatron dist-checkpoint that loads in any layout.
 
-The optimizer is stored in the `fully_reshardable` form: one tensor per parameter and moment, in the parameter's own
-shape. Every file's SHA-256 is recorded, so that a damaged checkpoint is refused before anything is loaded from it.
+The optimizer is stored in one of two formats. `reshardable`: one tensor per parameter and moment, in the parameter's own
+shape, gathered over the data-parallel ranks. `same_layout`: each rank's buffers as they lie in memory, without any
+gathering. Every file's SHA-256 is recorded, so that a damaged checkpoint is refused before anything is loaded from it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core import dist_checkpointing as dc
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -29,11 +31,8 @@ from moe_rl.errors import MoeRLError, RunFailed, UserError
 
 INTEGRITY = "integrity.json"
 PARTS = ("model", "optimizer", "extra")
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
+RESHARDABLE, SAME_LAYOUT = "reshardable", "same_layout"
+_SHARDING = {RESHARDABLE: "fully_reshardable", SAME_LAYOUT: "dp_reshardable"}
 
 
 def save(
@@ -44,10 +43,12 @@ def save(
     parallel: Parallel,
     arch: Any,
     extra: dict[str, Any],
+    optimizer_format: str = RESHARDABLE,
 ) -> None:
     """Write `contents` (of model, optimizer, extra) to a new or empty directory. Called by all ranks.
 
-    `extra` holds plain values, equal on all ranks; the random state of each rank is stored beside it.
+    `extra` holds plain values, equal on all ranks; the random state of each rank is stored beside it. An optimizer in
+    the format `same_layout` loads in the layout and with the buffer dtypes of this run alone.
 
     Raises:
         UserError: unknown contents. RunFailed: the directory cannot be written (all ranks raise).
@@ -55,12 +56,14 @@ def save(
     root = Path(directory)
     _check_contents(contents)
     sync_save.install()
-    with_model = _model_state(chunks)
+    with_model, metadata = _model_state(chunks), _metadata(optimizer_format)
     state: dict[str, Any] = {"moe_rl": _description(contents, parallel, arch)}
     if "model" in contents:
         state.update(with_model)
     if "optimizer" in contents:
-        state["optimizer"] = optimizer.sharded_state_dict(with_model, metadata=_METADATA)
+        state["moe_rl"] |= {"optimizer_format": optimizer_format, "buffers": _buffers(optimizer)}
+        state["optimizer"] = optimizer.sharded_state_dict(with_model, metadata=metadata)
+        _shorten_groups(optimizer, state["optimizer"])
     if "extra" in contents:
         state.update(extra=extra, rng=_rng_object(parallel, _rng_state(parallel)))
     with _AllOrNone("written", root):
@@ -69,7 +72,7 @@ def save(
     with _AllOrNone("written", root):
         # Data-parallel ranks hold the same tensors: let each write a share of them
         strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.groups.dp)
-        dc.save(state, str(root), strategy, content_metadata=_METADATA)
+        dc.save(state, str(root), strategy, content_metadata=metadata)
     with _AllOrNone("written", root):
         digests = _gather(_hash_share(root, _files(root), parallel))
         if parallel.rank == 0:
@@ -78,38 +81,47 @@ def save(
 
 def load(
     directory: str | Path,
-    contents: Sequence[str],
+    contents: Sequence[str] | None,
     chunks: Sequence[nn.Module],
     optimizer: Any,
     parallel: Parallel,
     arch: Any,
 ) -> dict[str, Any]:
-    """Read `contents` into the live chunks and optimizer, whatever layout wrote them; returns the `extra` dict.
+    """Read `contents` (None: all that was saved) into the live chunks and optimizer, whatever layout wrote them; returns
+    the `extra` dict.
 
-    Without `optimizer` its fp32 masters are set to the loaded weights. The random states are restored if the layout is
-    the one that wrote them. Called by all ranks; if one fails, all raise.
+    Without `optimizer` its fp32 masters are set to the loaded weights. The optimizer keeps its own mode and rates: it may
+    have been saved plain and be loaded offloaded. The random states are restored if the layout is the one that wrote
+    them. Called by all ranks; if one fails, all raise.
 
     Raises:
-        UserError: no checkpoint there, contents that it lacks, or another model's.
+        UserError: no checkpoint there, contents that it lacks, another model's, or an optimizer of another layout in the
+            format `same_layout`.
         RunFailed: a file is missing, truncated or changed; it is named.
     """
     root = Path(directory)
-    _check_contents(contents)
-    if "optimizer" in contents and "model" not in contents:
-        raise UserError(
-            "checkpoint.contents", "optimizer states without the model's weights", "One belongs to the other."
-        )
+    if contents is not None:
+        _check_contents(contents)
     with _AllOrNone("read", root):
         verify(root, parallel)
     with _AllOrNone("read", root):
         described = dc.load_common_state_dict(str(root)).get("moe_rl", {})
+        if contents is None:
+            contents = [p for p in described.get("contents", ()) if p != "optimizer" or optimizer is not None]
+        if "optimizer" in contents and "model" not in contents:
+            raise UserError(
+                "checkpoint.contents", "optimizer states without the model's weights", "One belongs to the other."
+            )
         _check_description(described, contents, arch, root)
+        if "optimizer" in contents:
+            _check_format(described, parallel, optimizer, root)
     same_layout = described["layout"] == parallel.describe()
+    metadata = _metadata(described.get("optimizer_format", RESHARDABLE))
     with _AllOrNone("read", root):
         with_model = _model_state(chunks)
         state: dict[str, Any] = dict(with_model) if "model" in contents else {}
         if "optimizer" in contents:
-            state["optimizer"] = optimizer.sharded_state_dict(with_model, is_loading=True, metadata=_METADATA)
+            state["optimizer"] = optimizer.sharded_state_dict(with_model, is_loading=True, metadata=metadata)
         if "extra" in contents and same_layout:
             state["rng"] = _rng_object(parallel, None)
         state = dc.load(state, str(root))
@@ -117,6 +129,7 @@ def load(
         for name, chunk in zip(with_model, chunks, strict=True):
             chunk.load_state_dict(state[name], strict=True)
     if "optimizer" in contents:
+        _keep_own_groups(optimizer, state["optimizer"])
         optimizer.load_state_dict(state["optimizer"])
     elif "model" in contents and optimizer is not None:
         optimizer.reload_model_params()
@@ -159,9 +172,56 @@ def _model_state(chunks: Sequence[nn.Module]) -> dict[str, Any]:
     """Sharded tensors of each chunk; their keys are global names, so chunks of any layout can read them."""
     several = len(chunks) > 1
     return {
-        f"model{i}" if several else "model": chunk.sharded_state_dict(metadata=_METADATA)
+        f"model{i}" if several else "model": chunk.sharded_state_dict(metadata=_metadata(RESHARDABLE))
         for i, chunk in enumerate(chunks)
     }
+
+
+def _metadata(optimizer_format: str) -> dict[str, Any]:
+    """What megatron's sharded_state_dict is told of a checkpoint."""
+    return {
+        "distrib_optim_sharding_type": _SHARDING[optimizer_format],
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _buffers(optimizer: Any) -> str:
+    """The dtypes of all ranks' buffers, which are part of the keys in the format `same_layout`."""
+    part = optimizer.chained_optimizers[0]
+    return f"weights {part.config.params_dtype}, gradients fp32 {part.ddp_config.grad_reduce_in_fp32}"
+
+
+def _groups(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """Each chained optimizer with its parameter groups in a sharded or loaded state."""
+    parts = optimizer.chained_optimizers
+    for i, part in enumerate(parts):
+        held = (state if len(parts) == 1 else state[i])["optimizer"]
+        yield part, (held.data if isinstance(held, ShardedObject) else held)["param_groups"]
+
+
+def _shorten_groups(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Store of each parameter group its identity and step: the rest is this run's, and holds classes that torch refuses
+    to load."""
+    kept = {*param_group_identifier_keys, "step"}
+    for _, groups in _groups(optimizer, state):
+        groups[:] = [{key: value for key, value in group.items() if key in kept} for group in groups]
+
+
+def _keep_own_groups(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """Of a loaded parameter group the optimizer takes the step; all else is its own, whatever mode saved the group."""
+    for part, saved in _groups(optimizer, loaded):
+        own = {_identifier(group): group for group in part.param_groups}
+        for group in saved:
+            step = {key: group[key] for key in ("step",) if key in group}
+            mine = own.get(_identifier(group))
+            if mine is not None:
+                group.clear()
+                group.update({key: value for key, value in mine.items() if key not in ("params", "step")} | step)
+
+
+def _identifier(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in param_group_identifier_keys)
 
 
 def _rng_object(parallel: Parallel, state: Any) -> ShardedObject:
@@ -219,6 +279,22 @@ def _check_description(described: dict[str, Any], contents: Sequence[str], arch:
             f"{root} belongs to another model: {'; '.join(differ)}",
             "Its tensors do not fit the model of this run.",
             "Set model.path to the model that the checkpoint was made with, or use another run directory.",
+        )
+
+
+def _check_format(described: dict[str, Any], parallel: Parallel, optimizer: Any, root: Path) -> None:
+    """Whether an optimizer in the format `same_layout` stands where it stood."""
+    if described.get("optimizer_format", RESHARDABLE) != SAME_LAYOUT:
+        return
+    here = parallel.describe() | {"buffers": _buffers(optimizer)}
+    there = described["layout"] | {"buffers": described["buffers"]}
+    differ = [f"{name} {there[name]} there, {here[name]} here" for name in here if here[name] != there[name]]
+    if differ:
+        raise UserError(
+            "checkpoint.optimizer_format",
+            f"the optimizer in {root} was saved by another layout: {'; '.join(differ)}",
+            "checkpoint.optimizer_format=same_layout stores each rank's buffers as they lie in memory.",
+            "Load it in its own layout and save with checkpoint.optimizer_format=reshardable, or load its model alone.",
         )
 
 

@@ -28,13 +28,16 @@ class Engine:
     Attributes:
         parallel: where this rank stands.
         arch: the model's sizes.
+        patches: runtime patch -> what became of it; equal on all ranks.
         steps: optimizer steps done so far; the learning rate is a function of it.
     """
 
     def __init__(self, config: Config, parallel: Parallel, family: Any, *, train: bool, reference: bool) -> None:
         from moe_rl.engine import build
+        from moe_rl.engine.patching import apply_patches
 
         self.config, self.parallel, self.family = config, parallel, family
+        self.patches = apply_patches(config.patches.disable)
         self.arch = family.read_arch(config.model.path)
         self.steps = 0
         self.transformer_config = build.make_transformer_config(family, self.arch, config, parallel)
@@ -47,7 +50,7 @@ class Engine:
         self.optimizer: Any = None
         self._wrapped: list[nn.Module] = list(self.chunks)
         if train:
-            self._wrapped = list(build.wrap_ddp(self.chunks, self.transformer_config))
+            self._wrapped = list(build.wrap_ddp(config, self.chunks, self.transformer_config))
             self.optimizer = build.build_optimizer(config, self._wrapped)  # type: ignore[arg-type]
 
     @classmethod
@@ -182,16 +185,16 @@ class Engine:
         contents = self.config.checkpoint.contents if contents is None else contents
         if "optimizer" in contents and self.optimizer is None:
             raise UserError("checkpoint.contents", "an engine built with train=False has no optimizer to save")
-        extra = {"steps": self.steps}
-        checkpoint.save(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch, extra)
+        extra, form = {"steps": self.steps}, self.config.checkpoint.optimizer_format
+        checkpoint.save(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch, extra, form)
 
     def load(self, directory: str | Path, *, contents: Sequence[str] | None = None) -> None:
-        """Read a checkpoint that any layout wrote; all ranks call. See engine.checkpoint.load.
+        """Read a checkpoint that any layout wrote, by default all that it holds; all ranks call.
 
-        Without `optimizer` in `contents` the moments stay as they are and the masters follow the weights.
+        Without `optimizer` in `contents` the moments stay as they are and the masters follow the weights. See
+        engine.checkpoint.load.
         """
-        contents = self.config.checkpoint.contents if contents is None else contents
-        if self.optimizer is None:
+        if self.optimizer is None and contents is not None:
             contents = [part for part in contents if part != "optimizer"]
         extra = checkpoint.load(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch)
         self.steps = extra.get("steps", self.steps)

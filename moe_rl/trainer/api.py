@@ -181,7 +181,7 @@ class GRPOTrainer:
         )
 
     def _write_manifest(self, trainer: TrainerGroup, rollout: RolloutGroup, sync: WeightSync) -> None:
-        names = ("layout", "host", "pid", "python", "versions")
+        names = ("layout", "host", "pid", "python", "versions", "patches")
         workers = {n: {k: v for k, v in w.items() if k in names} for n, w in (trainer.ranks | rollout.ranks).items()}
         manifest = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

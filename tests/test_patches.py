@@ -1,0 +1,509 @@
+"""Runtime patches: each is needed on the pinned megatron-core, mends it, is applied once, and keeps out of the way."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moe_patches
+from moe_patches.__main__ import table
+from moe_patches.grad_dtypes import make_dtype_safe_grad_fns
+from moe_patches.no_grad import wrap_no_grad
+from moe_rl.config.schema import PATCHES
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).parent.parent
+NAMES = moe_patches.names()
+
+
+@contextlib.contextmanager
+def shim_and_group(rank: int, world: int, port: int) -> Iterator[None]:
+    """The CPU shim and a gloo group, which is gone afterwards."""
+    from moe_patches import cpu
+
+    cpu.install()
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def targets() -> dict[str, Any]:
+    """What the ledger replaces, as megatron-core holds it now."""
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, layer_wise_optimizer, optimizer
+
+    distributed, hybrid = distrib_optimizer.DistributedOptimizer, distrib_optimizer.HybridDeviceOptimizer
+    return {
+        "build": distributed.__dict__["_build_model_and_main_param_groups"],
+        "get": distributed._get_main_param_and_optimizer_states,
+        "set": distributed._set_main_param_and_optimizer_states,
+        "load": distributed.load_parameter_state_from_dp_reshardable,
+        "reload": distributed._copy_model_params_to_main_params,
+        "masters": hybrid._update_fp32_params_by_new_state,
+        "gradients": hybrid._set_sub_optimizer_grads,
+        "norm": clip_grads.get_grad_norm_fp32,
+        "clip": clip_grads.clip_grad_by_total_norm_fp32,
+        "norm by value": optimizer.get_grad_norm_fp32,
+        "clip by value": optimizer.clip_grad_by_total_norm_fp32,
+        "norm by value, again": layer_wise_optimizer.get_grad_norm_fp32,
+    }
+
+
+def states(disable: Any = ()) -> dict[str, str]:
+    return {s.name: s.state for s in moe_patches.apply(disable)}
+
+
+# ---------------------------------------------------------------------------------------------------- the ledger
+def _needed(rank: int, world: int, port: int) -> dict:
+    before = {p.name: p.probe() for p in moe_patches.patches()}
+    original = targets()
+    first, patched = states(), targets()
+    after = {p.name: p.probe() for p in moe_patches.patches()}
+    second, again = states(), targets()
+    return {
+        "before": before,
+        "after": after,
+        "states": [first, second],
+        "replaced": [n for n in original if original[n] is not patched[n]],
+        "kept": [n for n in patched if patched[n] is again[n]],
+        "same": patched["norm"] is patched["norm by value"] is patched["norm by value, again"],
+    }
+
+
+def test_each_patch_is_needed_and_mends_and_is_applied_once():
+    out = run_ranks(_needed, 1)[0]
+    assert out["before"] == dict.fromkeys(NAMES, True)
+    assert out["after"] == dict.fromkeys(NAMES, False)
+    assert out["states"] == [dict.fromkeys(NAMES, "applied")] * 2
+    assert out["replaced"] == out["kept"] == list(targets()) and out["same"]
+
+
+def _after_the_shim(rank: int, world: int, port: int) -> list[dict]:
+    from moe_patches import cpu
+
+    early = states()
+    cpu.install()
+    return [early, states(), {p.name: p.probe() for p in moe_patches.patches()}]
+
+
+def _before_the_shim(rank: int, world: int, port: int) -> list[dict]:
+    from moe_patches import cpu
+
+    cpu.install()
+    return [states(), states(), {p.name: p.probe() for p in moe_patches.patches()}]
+
+
+@pytest.mark.parametrize("order", [_after_the_shim, _before_the_shim])
+def test_the_shim_and_the_ledger_meet_in_any_order(order):
+    assert run_ranks(order, 1)[0] == [dict.fromkeys(NAMES, "applied")] * 2 + [dict.fromkeys(NAMES, False)]
+
+
+def test_patched_before_anything_of_megatron_is_imported():
+    code = """
+import sys, json, moe_patches
+assert not any(m.startswith("megatron") for m in sys.modules)
+first = [s.state for s in moe_patches.apply()]
+from megatron.core.optimizer.optimizer import get_grad_norm_fp32
+import megatron.core.models.mimo.optimizer as late
+from moe_patches.ledger import marks
+assert marks(get_grad_norm_fp32) == marks(late.clip_grad_by_total_norm_fp32) == {"dtype_safe_gradients"}
+print(json.dumps([first, [s.state for s in moe_patches.apply()]]))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "patches"), moe_patches.SWITCH: ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [["applied"] * len(NAMES)] * 2
+
+
+def _reloaded(rank: int, world: int, port: int) -> dict:
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    states()
+    out: dict[str, Any] = {}
+    for module in (clip_grads, optimizer, distrib_optimizer):
+        importlib.reload(module)
+        needed = {p.name for p in moe_patches.patches() if p.probe()}
+        now = states()
+        out[module.__name__.rsplit(".")[-1]] = (
+            needed,
+            set(now.values()),
+            any(p.probe() for p in moe_patches.patches()),
+        )
+    before = targets()
+    for name in [n for n in sys.modules if n.startswith("moe_patches.") and not n.endswith("cpu")]:
+        importlib.reload(sys.modules[name])
+    importlib.reload(moe_patches)
+    out["itself"] = (states(), [n for n, target in targets().items() if target is not before[n]])
+    return out
+
+
+def test_a_reload_is_patched_anew():
+    out = run_ranks(_reloaded, 1)[0]
+    distributed = {"no_grad_main_params", "optimizer_states", "hybrid_reload"}
+    assert out["clip_grads"] == ({"dtype_safe_gradients"}, {"applied"}, False)
+    assert out["optimizer"] == (set(), {"applied"}, False)
+    assert out["distrib_optimizer"] == (distributed, {"applied"}, False)
+    assert out["itself"] == (dict.fromkeys(NAMES, "applied"), [])
+
+
+def _switched_off(rank: int, world: int, port: int, by_environment: bool) -> dict:
+    original, off = targets(), ["hybrid_masters", "dtype_safe_gradients"]
+    os.environ[moe_patches.SWITCH] = "hybrid_masters, dtype_safe_gradients"
+    found = states(None if by_environment else off)
+    return {"states": found, "kept": [n for n, target in targets().items() if target is original[n]]}
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_switch_leaves_its_patch_out(by_environment):
+    out = run_ranks(_switched_off, 1, by_environment)[0]
+    off = ("hybrid_masters", "dtype_safe_gradients")
+    assert out["states"] == {n: "disabled" if n in off else "applied" for n in NAMES}
+    assert out["kept"] == ["masters", "norm", "clip", "norm by value", "clip by value", "norm by value, again"]
+
+
+def _all_off(rank: int, world: int, port: int) -> tuple[dict, bool, dict, dict]:
+    original = targets()
+    off = states(["all"])
+    same = targets() == original
+    return off, same, states(()), states(["all"])
+
+
+def test_all_switches_everything_off_and_nothing_back():
+    off, same, on, late = run_ranks(_all_off, 1)[0]
+    assert off == dict.fromkeys(NAMES, "disabled") and same
+    assert on == late == dict.fromkeys(NAMES, "applied")
+
+
+def test_a_name_that_is_no_patch_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="no patch is called hybrid_mastres; there are no_grad_main_params, "):
+        moe_patches.disabled(["hybrid_mastres"])
+    monkeypatch.setenv(moe_patches.SWITCH, "all,x")
+    with pytest.raises(ValueError, match="called x"):
+        moe_patches.disabled()
+    monkeypatch.setenv(moe_patches.SWITCH, " all ,")
+    assert moe_patches.disabled() == tuple(NAMES) and moe_patches.disabled(()) == ()
+
+
+def _upstream_fixed(rank: int, world: int, port: int) -> dict:
+    """megatron-core as it would be with each fault mended at its root; written without the patches."""
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, layer_wise_optimizer, optimizer
+
+    distributed, hybrid = distrib_optimizer.DistributedOptimizer, distrib_optimizer.HybridDeviceOptimizer
+
+    def build(cls, ranges, places, groups, config):
+        for group in groups:
+            shards = []
+            for param in group["params"]:
+                buffer, dtype, bucket = places[param]
+                span = ranges[buffer][dtype][bucket]["param_map"][param]["param"]
+                shards.append(param.detach().view(-1)[span.start : span.end])
+            group["orig_group"]["params"] = shards
+
+    def lists(grads):
+        return [[g for g in grads if g.dtype == d] for d in {g.dtype for g in grads}]
+
+    def norm(grads, norm_type=2.0, grad_stats_parallel_group=None):
+        launch = clip_grads.multi_tensor_applier
+        return sum(launch(clip_grads.l2_norm_impl, None, [same], False)[0] ** 2 for same in lists(grads)) ** 0.5
+
+    def clip(parameters, max_norm, total_norm, use_decoupled_grad=False):
+        for same in lists([p.decoupled_grad for p in parameters]):
+            clip_grads.multi_tensor_applier(
+                clip_grads.multi_tensor_scale_impl, None, [same, same], max_norm / total_norm
+            )
+
+    def masters(self):
+        for param, state in self.state.items():
+            self.param_to_inner_param[param].data.copy_(state["master_param"])
+
+    def gradients(self):
+        for param, inner in self.param_to_inner_param.items():
+            inner.grad = param.decoupled_grad
+
+    def read(self, param):
+        main = self.optimizer.param_groups[0]["params"][0]
+        return {"param": main, "exp_avg": self.optimizer.state[main]["exp_avg"]}
+
+    def write(self, param, tensors):
+        main = self.optimizer.param_groups[0]["params"][0]
+        for target, key in ((main, "param"), (self.optimizer.state[main]["master_param"], "param")):
+            target.copy_(tensors[key])
+        self.optimizer.state[main]["exp_avg"].copy_(tensors["exp_avg"])
+
+    def reload(self, state_dict=None):
+        for model, main in zip(self.model_float16_groups[0], self.shard_fp32_from_float16_groups[0], strict=True):
+            main.copy_(model)
+            self.optimizer.param_to_inner_param[main].copy_(main)
+
+    distributed._build_model_and_main_param_groups = classmethod(build)
+    distributed._get_main_param_and_optimizer_states = read
+    distributed._set_main_param_and_optimizer_states = write
+    distributed._copy_model_params_to_main_params = reload
+    distributed.load_parameter_state_from_dp_reshardable = lambda self, state: (
+        self.optimizer._sync_hdo_state_to_sub_optimizers()
+    )
+    hybrid._update_fp32_params_by_new_state = masters
+    hybrid._set_sub_optimizer_grads = gradients
+    for function, name in ((norm, "get_grad_norm_fp32"), (clip, "clip_grad_by_total_norm_fp32")):
+        function.__module__ = clip_grads.__name__
+        for module in (clip_grads, optimizer, layer_wise_optimizer):
+            setattr(module, name, function)
+    fixed = targets()
+    return {"states": states(), "kept": [n for n, target in targets().items() if target is fixed[n]]}
+
+
+def test_a_fixed_upstream_is_left_alone():
+    out = run_ranks(_upstream_fixed, 1)[0]
+    assert out["states"] == dict.fromkeys(NAMES, "not needed") and out["kept"] == list(targets())
+
+
+def _missing(rank: int, world: int, port: int) -> list[dict]:
+    from megatron.core.optimizer import distrib_optimizer
+
+    del distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups
+    first = states()
+    sys.modules["megatron.core.optimizer"] = None  # type: ignore[assignment]
+    return [first, {s.name: f"{s.state}; {s.note}" for s in moe_patches.apply(())}]
+
+
+def test_a_target_that_is_not_there_is_named():
+    one, all_of_them = run_ranks(_missing, 1)[0]
+    assert one == {n: "target missing" if n == "no_grad_main_params" else "applied" for n in NAMES}
+    assert set(all_of_them) == set(NAMES)
+    for said in all_of_them.values():
+        assert said.startswith("target missing; megatron-core 0.19.2; ") and "megatron.core.optimizer" in said
+
+
+def test_the_readme_holds_the_ledger():
+    assert table() in (ROOT / "patches" / "README.md").read_text()
+
+
+def test_the_configuration_knows_the_patches():
+    assert list(PATCHES) == NAMES
+
+
+# -------------------------------------------------------------------------------------------- no-grad main parameters
+def test_wrap_no_grad_cuts_leaves_that_stay_leaves():
+    class Owner:
+        @classmethod
+        def cut(cls, param: torch.Tensor, scale: float) -> torch.Tensor:
+            return param.view(-1)[1:3] if scale == 1 else (param * scale).view(-1)[1:3]
+
+    param = torch.nn.Parameter(torch.arange(4.0))
+    assert not Owner.cut(param, 1).is_leaf and not Owner.cut(param, 2).is_leaf
+    Owner.cut = wrap_no_grad(Owner.__dict__["cut"])
+    shard, copy = Owner.cut(param, 1), Owner.cut(param, scale=2)
+    with torch.no_grad():
+        param.add_(1)
+    assert shard.is_leaf and copy.is_leaf and not shard.requires_grad
+    assert shard.tolist() == [2, 3] and copy.tolist() == [2, 4]  # one memory with the parameter; a copy
+    torch.optim.SGD([shard])
+    assert wrap_no_grad(lambda: torch.is_grad_enabled())() is False and torch.is_grad_enabled()
+
+
+# ------------------------------------------------------------------------------------------------ norms and clipping
+def random(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LISTS: dict[str, list[torch.Tensor]] = {
+    "mixed": [random(1000, F32, 1), random(3000, BF16, 2), random(77, F32, 3), random(5, BF16, 4)],
+    "three dtypes": [random(10, F32, 1), random(10, BF16, 2), random(10, F16, 3) * 100],
+    "empty list": [],
+    "one tensor": [random(10, BF16, 5)],
+    "one element each": [torch.tensor([3.0]), torch.tensor([-4.0], dtype=BF16)],
+    "zeros": [torch.zeros(5), torch.zeros(7, dtype=BF16)],
+    "empty tensors": [torch.zeros(0), torch.zeros(0, dtype=BF16), torch.tensor([2.0])],
+    "large and small": [
+        torch.tensor([1e15]),
+        torch.full((1000,), 1e-15, dtype=BF16),
+        torch.full((9,), 1e15, dtype=BF16),
+    ],
+    "a NaN first": [torch.tensor([math.nan, 1.0]), torch.ones(3, dtype=BF16)],
+    "a NaN last": [torch.ones(3), torch.tensor([1.0, math.nan], dtype=BF16)],
+    "an infinity": [torch.ones(3), torch.tensor([math.inf], dtype=BF16)],
+}
+
+
+def strict(kernel: Any) -> Any:
+    """A kernel that refuses what the real ones misread: tensors of several dtypes in one launch."""
+
+    def launch(chunk: int, flag: Any, lists: list[list[torch.Tensor]], *args: Any) -> Any:
+        dtypes = {str(t.dtype) for tensors in lists for t in tensors}
+        if len(dtypes) > 1:
+            raise RuntimeError(f"one launch, several dtypes: {sorted(dtypes)}")
+        return kernel(chunk, flag, lists, *args)
+
+    return launch
+
+
+def exact_l2(chunk: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool) -> tuple[torch.Tensor, None]:
+    return torch.cat([t.double().flatten() for t in lists[0]]).norm().float().reshape(1), None
+
+
+def _norms(rank: int, world: int, port: int, strict_kernels: bool, patched: bool) -> dict:
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    out: dict[str, Any] = {}
+    with shim_and_group(rank, world, port):
+        if strict_kernels:
+            clip_grads.l2_norm_impl = strict(exact_l2)
+            clip_grads.multi_tensor_scale_impl = strict(clip_grads.multi_tensor_scale_impl)
+        if patched:
+            states()
+        for name, grads in LISTS.items():
+            for norm_type in (2, 2.0, math.inf, 3):
+                try:
+                    out[name, norm_type] = float(optimizer.get_grad_norm_fp32(list(grads), norm_type))
+                except RuntimeError as error:
+                    out[name, norm_type] = str(error)
+    return out
+
+
+def float64_norm(grads: list[torch.Tensor], norm_type: float) -> float:
+    values = [abs(x) for g in grads for x in g.double().tolist()]
+    if any(math.isnan(x) for x in values):
+        return math.nan
+    if norm_type == math.inf:
+        return max(values, default=0.0)
+    return sum(x**norm_type for x in values) ** (1 / norm_type)
+
+
+@pytest.mark.parametrize("strict_kernels", [False, True])
+def test_mixed_norms_equal_float64(strict_kernels):
+    for (name, norm_type), got in run_ranks(_norms, 1, strict_kernels, True)[0].items():
+        if name in ("one tensor", "empty list") and not strict_kernels:
+            continue  # the original's own, next test
+        if norm_type == 3 and name in ("one tensor", "large and small"):
+            continue  # the original rounds bf16 norms of other orders, and cubes in fp32
+        wanted = float64_norm(LISTS[name], norm_type)
+        assert got == pytest.approx(wanted, rel=1e-6, abs=0.0, nan_ok=True), (name, norm_type)
+
+
+def test_strict_kernels_refuse_mixed_lists_without_the_patch():
+    out = run_ranks(_norms, 1, True, False)[0]
+    refused = {name for (name, norm_type), got in out.items() if norm_type == 2 and "several dtypes" in str(got)}
+    assert refused == {n for n, grads in LISTS.items() if len({g.dtype for g in grads}) > 1}
+    assert out["empty list", 2] == 0.0
+
+
+def test_lists_of_one_dtype_reach_the_original_untouched():
+    seen: list[Any] = []
+
+    def norm(grads, norm_type=2, grad_stats_parallel_group=None):
+        seen.append((grads, norm_type, grad_stats_parallel_group))
+        return 7.0
+
+    def clip(parameters, max_norm, total_norm, use_decoupled_grad=False):
+        seen.append((parameters, max_norm, total_norm, use_decoupled_grad))
+
+    def l2(grads):
+        raise AssertionError("not for lists of one dtype")
+
+    safe_norm, safe_clip = make_dtype_safe_grad_fns(norm, clip, l2)
+    group = object()
+    for grads in ([], [torch.ones(2)], [torch.ones(2, dtype=BF16), torch.ones(3, dtype=BF16)], torch.ones(4)):
+        assert safe_norm(grads, math.inf, grad_stats_parallel_group=group) == 7.0
+        assert seen[-1][0] is grads and seen[-1][1:] == (math.inf, group)
+    for params in ([], [SimpleNamespace(grad=torch.ones(2)), SimpleNamespace(grad=None)], torch.ones(4)):
+        safe_clip(params, 1.0, 2.0)
+        assert seen[-1][0] is params and seen[-1][1:] == (1.0, 2.0, False)
+    aware = [SimpleNamespace(grad=torch.ones(1), decoupled_grad=torch.ones(1, dtype=BF16)), SimpleNamespace(grad=None)]
+    safe_clip(aware, 1.0, 2.0, use_decoupled_grad=True)
+    assert seen[-1][0] is aware and seen[-1][3] is True
+    count = len(seen)
+    safe_clip(iter(aware), 1.0, 2.0, use_decoupled_grad=True)  # a generator is read once
+    assert seen[-1][0] == aware and len(seen) == count + 1
+
+
+def _clipped(rank: int, world: int, port: int, patched: bool) -> Any:
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    params = [SimpleNamespace(decoupled_grad=g.clone()) for g in LISTS["mixed"]] + [
+        SimpleNamespace(decoupled_grad=None)
+    ]
+    with shim_and_group(rank, world, port):
+        clip_grads.multi_tensor_scale_impl = strict(clip_grads.multi_tensor_scale_impl)
+        if patched:
+            states()
+        try:
+            optimizer.clip_grad_by_total_norm_fp32(params, 2.0, 8.0, use_decoupled_grad=True)
+        except RuntimeError as error:
+            return str(error)
+    return [p.decoupled_grad.float().tolist() for p in params[:-1]]
+
+
+def test_mixed_gradients_are_clipped_by_one_factor():
+    assert "several dtypes" in run_ranks(_clipped, 1, False)[0]
+    clipped = run_ranks(_clipped, 1, True)[0]
+    for got, grad in zip(clipped, LISTS["mixed"], strict=True):  # 2 / (8 + 1e-6): a quarter is exact in bf16
+        assert got == pytest.approx((grad / 4).float().tolist(), rel=1e-6 if grad.dtype == F32 else 2**-8)
+
+
+def _norm_of_ranks(rank: int, world: int, port: int) -> list[float]:
+    from megatron.core.optimizer import optimizer
+
+    with shim_and_group(rank, world, port):
+        states()
+        grads = [LISTS["mixed"], [], [LISTS["mixed"][0]]][rank]
+        return [float(optimizer.get_grad_norm_fp32(list(grads), p)) for p in (2.0, math.inf)]
+
+
+def test_ranks_with_mixed_and_with_plain_lists_stay_in_step():
+    everything = [*LISTS["mixed"], LISTS["mixed"][0]]
+    for got in run_ranks(_norm_of_ranks, 3, timeout=60.0):
+        assert got == pytest.approx([float64_norm(everything, p) for p in (2, math.inf)], rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------- the CPU shim's two devices
+def _divided(rank: int, world: int, port: int, fraction: float, dtype: str) -> list[str]:
+    """What the hybrid optimizer updates for each of four parameters of 4 values each, by its own maps."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from moe_patches import cpu
+
+    cpu.install()
+    params = [torch.nn.Parameter(torch.ones(4, dtype=F32 if dtype == "fp32" or i == 3 else BF16)) for i in range(4)]
+    hybrid = HybridDeviceOptimizer(
+        params,
+        offload_fraction=fraction,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        lr=1.0,
+    )
+    assert not torch.ones(1).is_cuda
+    found = []
+    for param in params:
+        inner = hybrid.param_to_inner_param[param]
+        place = "cpu" if param in hybrid.gpu_params_map_cpu_copy else "gpu"
+        on_cpu = any(inner is p for o in hybrid.cpu_optimizers for g in o.param_groups for p in g["params"])
+        assert on_cpu == (place == "cpu") and inner.dtype == F32
+        found.append(f"{place} {'itself' if inner is param else 'copy'}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "fraction, dtype, expected",
+    [
+        (0.0, "fp32", ["gpu itself"] * 4),
+        (0.5, "fp32", ["cpu copy"] * 2 + ["gpu itself"] * 2),
+        (0.5, "bf16", ["cpu copy"] * 2 + ["gpu copy", "gpu itself"]),
+        (1.0, "bf16", ["cpu copy"] * 4),
+    ],
+)
+def test_the_shim_divides_parameters_between_two_devices(fraction, dtype, expected):
+    assert run_ranks(_divided, 1, fraction, dtype) == [expected]
