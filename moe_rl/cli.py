@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 import tempfile
 import time
@@ -124,6 +125,19 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
     from moe_rl.observe.report import build
 
     print(build(run_dir))
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Versions, devices and runtime patches of this installation."""
+    from moe_rl.doctor import describe as describe_installation
+    from moe_rl.doctor import examine
+
+    found = examine(load_config(None, overrides or ()))
+    print(json.dumps(found, indent=1) if as_json else describe_installation(found))
 
 
 @app.command()

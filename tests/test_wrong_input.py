@@ -196,6 +196,10 @@ CASES = [
     Case("more replicas than prompts", "rollout.replicas", "rollout.replicas=17"),
     Case("one beta", "optimizer.betas", "optimizer.betas=[0.9]"),
     Case("a final learning rate above the first", "optimizer.min_lr", "optimizer.min_lr=1"),
+    Case("bf16 gradients of fp32 weights", "optimizer.grad_dtype", "optimizer.grad_dtype=bf16"),
+    Case("masters in the optimizer of fp32 weights", "optimizer.precision_aware", "optimizer.precision_aware=true"),
+    Case("bf16 moments in the plain optimizer", "optimizer.moment_dtype", "optimizer.moment_dtype=bf16"),
+    Case("a patch that is none", "config.choice", "patches.disable=[hybrid_mastres]", says="nearest: hybrid_masters"),
     Case("a dual clip that is none", "algorithm.dual_clip", "algorithm.dual_clip=0.5"),
     Case("checkpoints without the weights", "checkpoint.contents", "checkpoint.contents=[optimizer]"),
     # the machine

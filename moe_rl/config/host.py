@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -23,6 +24,11 @@ def resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if gpu_count() else "cpu"
     return device
+
+
+def has_package(name: str) -> bool:
+    """Whether a package can be imported here; it is not imported."""
+    return importlib.util.find_spec(name) is not None
 
 
 def port_is_free(port: int) -> bool:

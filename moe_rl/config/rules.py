@@ -16,6 +16,7 @@ from . import host
 from .facts import ModelFacts
 from .layout import default_stages, validate_stages
 from .load import value_problems
+from .optimizer_rules import optimizer_modes
 from .problem import Problem, raise_all
 from .schema import Config
 
@@ -229,6 +230,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             "It is where the schedule ends, lr where it starts.",
             "Lower optimizer.min_lr.",
         )
+    for found in optimizer_modes(config):
+        yield _problem(config, *found)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:

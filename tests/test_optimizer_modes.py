@@ -1,0 +1,407 @@
+"""Every way to hold Adam's state trains alike, resumes bit by bit, and moves between layouts and between modes.
+
+Modes: plain, or a share of the states offloaded, the latter with masters in the hybrid optimizer (precision-aware) or
+beside it; gradient buffers in fp32 or bf16; parameters all fp32, bf16 with native-fp32 ones among them, or all bf16. On
+a CPU offloading moves nothing, but runs through the same optimizer, the same copies and the same checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_rl.errors import UserError
+from tests.distributed import run_ranks
+from tests.small_v4 import run_config, sequences, write_model
+from tests.test_engine_layouts import EP2, PP2, TRAINING, _loss
+
+LENGTHS = (9, 6, 11, 7)
+BEFORE, AFTER = 2, 5  # optimizer steps before a save, and after it
+
+Mode = dict[str, Any]
+
+
+def mode(weights: str, grads: str = "fp32", offload: float = 0.0, aware: bool = False, **keys: Any) -> Mode:
+    """Keys of a mode; `weights` is fp32, mixed (bf16 with native-fp32 ones) or bf16 (the native-fp32 ones frozen)."""
+    return {
+        "weights": weights,
+        "engine__dtype": "fp32" if weights == "fp32" else "bf16",
+        "optimizer__grad_dtype": grads,
+        "optimizer__offload_fraction": offload,
+        "optimizer__precision_aware": aware,
+        # bf16 buffers that the optimizer reads are scaled in bf16: without clipping all modes compute the same
+        "optimizer__clip_grad": 0.0 if aware and grads == "bf16" else 1.0,
+        **keys,
+    }
+
+
+def describe(keys: Mode) -> str:
+    kind = "precision-aware" if keys["optimizer__precision_aware"] else "plain"
+    return f"{keys['weights']}-{keys['optimizer__grad_dtype']} grads-{kind}-{keys['optimizer__offload_fraction']}"
+
+
+def baseline(keys: Mode) -> Mode:
+    """The mode that `keys` must train like: the same parameters, gradients and clipping, nothing offloaded."""
+    return keys | {"optimizer__offload_fraction": 0.0, "optimizer__precision_aware": False}
+
+
+ALL = [mode("fp32", offload=f) for f in (0.0, 0.5, 1.0)] + [
+    mode(weights, grads, offload, aware)
+    for weights in ("mixed", "bf16")
+    for grads in ("fp32", "bf16")
+    for offload, aware in ((0.0, False), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
+]
+FAST = [
+    mode("fp32", offload=0.5),
+    mode("mixed", "bf16", 0.5, True),
+    mode("mixed", "fp32", 0.5),
+    mode("bf16", "bf16", 1.0, True),
+]
+SAME_LAYOUT = {"checkpoint__optimizer_format": "same_layout"}
+
+
+# ------------------------------------------------------------------------------------------------ run by the ranks
+def _engine(rank: int, world: int, meeting: str, path: str, keys: Mode) -> Any:
+    import torch
+
+    from moe_rl.engine import build
+    from moe_rl.engine.engine import Engine
+
+    chunks_of = build.build_chunks
+
+    def without_native_fp32(*args: Any) -> list[Any]:
+        chunks = chunks_of(*args)
+        for param in (p for chunk in chunks for p in chunk.parameters() if p.dtype == torch.float32):
+            param.requires_grad_(False)
+        return chunks
+
+    keys = TRAINING | keys
+    build.build_chunks = without_native_fp32 if keys.pop("weights") == "bf16" else chunks_of
+    try:
+        return Engine.create(run_config(path, world, **keys), rank, world, meeting, random_init=True)
+    finally:
+        build.build_chunks = chunks_of
+
+
+def _steps(engine: Any, count: int, **options: Any) -> list[tuple[float, float]]:
+    from moe_rl.engine.batch import MicroBatch
+
+    everything, total = sequences(LENGTHS), sum(LENGTHS) - len(LENGTHS)
+    mine = list(range(engine.parallel.dp_rank, len(LENGTHS), engine.parallel.dp))
+    parts = [part for part in (mine[0::2], mine[1::2]) if part]
+    batches = [
+        MicroBatch.pack([everything[i] for i in p], [{"weight": np.full(LENGTHS[i] - 1, 1 / total)} for i in p], p)
+        for p in parts
+    ]
+    stats = [engine.update(batches, _loss, temperature=1.0, **options) for _ in range(count)]
+    return [(s.loss, s.grad_norm) for s in stats]
+
+
+def _train(rank: int, world: int, port: int, path: str, directory: str, modes: list[Mode]) -> list[list]:
+    results = []
+    for i, keys in enumerate(modes):
+        engine = _engine(rank, world, f"file://{directory}/{i}-train", path, keys)
+        results.append(_steps(engine, BEFORE + AFTER))
+        engine.close()
+    return results
+
+
+def _save(rank: int, world: int, port: int, path: str, directory: str, modes: list[Mode]) -> list[dict]:
+    """For each mode: steps, a save, more steps."""
+    results = []
+    for i, keys in enumerate(modes):
+        engine = _engine(rank, world, f"file://{directory}/{i}-save", path, keys)
+        out = {"start": _steps(engine, BEFORE)}
+        engine.save(f"{directory}/{i}")
+        results.append(out | {"digest": engine.digest(), "next": _steps(engine, AFTER), "end": engine.digest()})
+        engine.close()
+    return results
+
+
+def _load(
+    rank: int, world: int, port: int, path: str, directory: str, modes: list[Mode], name: str, again: str = ""
+) -> list[dict]:
+    """For each mode: a fresh engine that has stepped elsewhere, a load, more steps; with `again` a save before them."""
+    results = []
+    for i, keys in enumerate(modes):
+        engine = _engine(rank, world, f"file://{directory}/{i}-{name}", path, keys)
+        _steps(engine, 1)
+        engine.load(f"{directory}/{i}")
+        if again:
+            engine.save(f"{again}/{i}")
+        out = {"steps": engine.steps, "digest": engine.digest()}
+        results.append(out | {"next": _steps(engine, AFTER), "end": engine.digest()})
+        engine.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("v4")))
+
+
+# ----------------------------------------------------------------------------------------- training and exact resume
+def _check_mode(model: str, directory: Path, modes: list[Mode], world: int = 1, **layout: Any) -> list[list[dict]]:
+    """All modes resume bit by bit in one layout; what the saving ranks returned."""
+    modes = [m | layout for m in modes]
+    saved = run_ranks(_save, world, model, str(directory), modes)
+    loaded = run_ranks(_load, world, model, str(directory), modes, "load")
+    for before, after in zip(saved, loaded, strict=True):
+        for keys, b, a in zip(modes, before, after, strict=True):
+            assert a["steps"] == BEFORE, describe(keys)
+            assert [a[k] for k in ("digest", "next", "end")] == [b[k] for k in ("digest", "next", "end")], describe(
+                keys
+            )
+            assert b["end"] != b["digest"]
+    return saved
+
+
+def _check_baseline(model: str, directory: Path, modes: list[Mode], losses: list[list[tuple[float, float]]]) -> None:
+    """Losses as the mode's baseline: to 1e-5, where the optimizer on the CPU rounds its arithmetic in another order."""
+    known: dict[str, list] = {}
+    wanted = [baseline(m) for m in modes]
+    todo = list({str(w): w for w in wanted}.values())
+    for keys, values in zip(todo, run_ranks(_train, 1, model, str(directory), todo)[0], strict=True):
+        known[str(keys)] = values
+    for keys, base, got in zip(modes, wanted, losses, strict=True):
+        expected = [loss for loss, _ in known[str(base)]]
+        assert [loss for loss, _ in got] == pytest.approx(expected, abs=1e-5), describe(keys)
+        assert expected[-1] < 0.75 * expected[0]
+
+
+def test_modes_train_alike_and_resume_bit_by_bit(model, tmp_path):
+    (saved,) = _check_mode(model, tmp_path, FAST)
+    _check_baseline(model, tmp_path, FAST, [s["start"] + s["next"] for s in saved])
+
+
+@pytest.mark.slow
+def test_all_modes_train_alike_and_resume_bit_by_bit(model, tmp_path):
+    (saved,) = _check_mode(model, tmp_path, ALL)
+    _check_baseline(model, tmp_path, ALL, [s["start"] + s["next"] for s in saved])
+
+
+def test_buffers_as_they_lie_resume_bit_by_bit(model, tmp_path):
+    _check_mode(model, tmp_path, [FAST[1], mode("mixed", offload=0.5)], 2, **EP2, **SAME_LAYOUT)
+
+
+@pytest.mark.slow
+def test_all_modes_resume_bit_by_bit_from_buffers_as_they_lie(model, tmp_path):
+    _check_mode(model, tmp_path, ALL, **SAME_LAYOUT)
+
+
+@pytest.mark.slow
+def test_modes_resume_bit_by_bit_on_four_ranks(model, tmp_path):
+    for name, keys in {"reshardable": {}, "same": SAME_LAYOUT}.items():
+        (tmp_path / name).mkdir()
+        _check_mode(model, tmp_path / name, [mode("mixed"), *FAST], 4, **PP2, **EP2, **keys)
+
+
+def test_clipping_bf16_buffers_costs_their_rounding(model, tmp_path):
+    """The precision-aware optimizer's gradients are clipped where they lie, in bf16: a relative error below 2^-8."""
+    aware = mode("mixed", "bf16", 1.0, True, optimizer__clip_grad=1.0)
+    one, other = run_ranks(_train, 1, model, str(tmp_path), [aware, baseline(aware)])[0]
+    assert [loss for loss, _ in one] == pytest.approx([loss for loss, _ in other], rel=1e-2)
+    assert one[0] == pytest.approx(other[0], rel=1e-6) and one != other
+
+
+# ---------------------------------------------------------------------------------------------------- other layouts
+RESHARD = [
+    mode("fp32"),
+    mode("fp32", offload=0.5),
+    mode("fp32", offload=1.0),
+    mode("mixed", "fp32"),
+    mode("mixed", "fp32", 0.5),
+    mode("mixed", "fp32", 1.0, True),
+    mode("mixed", "bf16", 0.5, True),
+    mode("bf16", "bf16", 0.5, True),
+]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"ep2": (2, EP2), "pp2": (2, PP2), "dp2 ep2": (4, EP2)}
+
+
+def _stored(rank: int, world: int, port: int, directories: list[str]) -> list[dict[str, bytes]]:
+    """The bits of every tensor in each checkpoint, by its name."""
+    import torch
+    from megatron.core import dist_checkpointing as dc
+
+    def bits(tensor: torch.Tensor) -> bytes:
+        return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    found = [{n: bits(t) for n, t in dc.load_plain_tensors(d).items() if torch.is_tensor(t)} for d in directories]
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def _together(ranks: list[list[dict]], i: int) -> dict[str, int]:
+    return {name: value for r in ranks for name, value in r[i]["digest"].items()}
+
+
+def _check_reshard(model: str, tmp_path: Path, modes: list[Mode], layouts: list[str]) -> None:
+    """From pp2 ep2 into other layouts: equal weights, and every tensor saved again without a bit of difference.
+
+    Losses follow to 1e-5 where the arithmetic of the layouts allows it: in bf16 the first, and all of them where tokens
+    stand together in the same matrix products (ep2); later ones then differ by bf16's rounding, checkpoint or not.
+    """
+    saved = run_ranks(_save, 4, model, str(tmp_path), [m | PP2 | EP2 for m in modes])
+    for name in layouts:
+        world, layout = LAYOUTS[name]
+        again = tmp_path / f"again {name}"
+        again.mkdir()
+        loaded = run_ranks(_load, world, model, str(tmp_path), [m | layout for m in modes], name, str(again))
+        for i, keys in enumerate(modes):
+            assert _together(loaded, i) == _together(saved, i), (name, describe(keys))
+            count = AFTER if keys["weights"] == "fp32" or name == "ep2" else 1
+            got, wanted = (np.array(side[0][i]["next"])[:count, 0] for side in (loaded, saved))
+            assert got == pytest.approx(wanted, abs=1e-5), (name, describe(keys))
+        pairs = [str(d / str(i)) for i in range(len(modes)) for d in (tmp_path, again)]
+        (stored,) = run_ranks(_stored, 1, pairs)
+        for i in range(len(modes)):
+            assert len(stored[2 * i]) > 300 and stored[2 * i] == stored[2 * i + 1], (name, describe(modes[i]))
+
+
+def test_an_offloaded_optimizer_moves_to_another_layout(model, tmp_path):
+    _check_reshard(model, tmp_path, [mode("mixed", "bf16", 0.5, True)], ["ep2"])
+
+
+@pytest.mark.slow
+def test_modes_move_to_other_layouts(model, tmp_path):
+    _check_reshard(model, tmp_path, RESHARD, list(LAYOUTS))
+
+
+def _same_layout_elsewhere(rank: int, world: int, port: int, path: str, directory: str, keys: Mode) -> list[str]:
+    engine = _engine(rank, world, f"file://{directory}/0-elsewhere", path, keys)
+    with pytest.raises(UserError) as refused:
+        engine.load(f"{directory}/0")
+    engine.load(f"{directory}/0", contents=["model"])
+    engine.close()
+    return [str(refused.value), *sorted(str(v) for v in engine.digest().values())]
+
+
+def test_buffers_as_they_lie_are_refused_elsewhere(model, tmp_path):
+    keys = mode("mixed", "fp32", 0.5, **SAME_LAYOUT)
+    saved = run_ranks(_save, 1, model, str(tmp_path), [keys])
+    for world, changes, says in (
+        (2, EP2, "ep 1 there, 2 here"),
+        (
+            1,
+            {"optimizer__grad_dtype": "bf16"},
+            "gradients fp32 True there, weights torch.bfloat16, gradients fp32 False",
+        ),
+    ):
+        for message, *digests in run_ranks(_same_layout_elsewhere, world, model, str(tmp_path), keys | changes):
+            assert says in message and "checkpoint.optimizer_format" in message
+            if world == 1:
+                assert digests == sorted(str(v) for v in saved[0][0]["digest"].values())
+
+
+# ------------------------------------------------------------------------------------------------------ other modes
+def test_a_checkpoint_of_one_mode_loads_in_another(model, tmp_path):
+    plain = mode("mixed")
+    (saved,) = run_ranks(_save, 1, model, str(tmp_path), [plain, mode("mixed", "fp32", 0.5, True)])
+    for name, modes in {
+        "aware": [mode("mixed", "fp32", 0.5, True), plain],
+        "offloaded": [mode("mixed", "fp32", 1.0), mode("mixed", "fp32", 0.5)],
+    }.items():
+        (loaded,) = run_ranks(_load, 1, model, str(tmp_path), modes, name)
+        for before, after in zip(saved, loaded, strict=True):
+            assert after["digest"] == before["digest"] and after["steps"] == BEFORE
+            assert np.array(after["next"])[:, 0] == pytest.approx(np.array(before["next"])[:, 0], abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ weights only
+def _weights_only(rank: int, world: int, port: int, path: str, directory: str, modes: list[Mode]) -> list[list[dict]]:
+    """Digests: saved, after other steps, loaded, and after a step at rate 0, which writes all masters to the weights."""
+    results = []
+    for i, keys in enumerate(modes):
+        engine = _engine(rank, world, f"file://{directory}/{i}-weights", path, keys)
+        engine.save(f"{directory}/{i}", contents=["model", "extra"])
+        digests = [engine.digest()]
+        _steps(engine, 2)
+        digests.append(engine.digest())
+        engine.load(f"{directory}/{i}")
+        digests.append(engine.digest())
+        _steps(engine, 1, lr=0.0)
+        results.append([*digests, engine.digest()])
+        engine.close()
+    return results
+
+
+def _check_weights_only(model: str, tmp_path: Path, modes: list[Mode]) -> None:
+    for keys, digests in zip(modes, run_ranks(_weights_only, 1, model, str(tmp_path), modes)[0], strict=True):
+        saved, moved, loaded, after = digests
+        assert moved != saved and loaded == saved and after == saved, describe(keys)
+
+
+def test_weights_alone_reach_every_master(model, tmp_path):
+    _check_weights_only(model, tmp_path, FAST)
+
+
+@pytest.mark.slow
+def test_weights_alone_reach_every_master_in_all_modes(model, tmp_path):
+    _check_weights_only(model, tmp_path, ALL)
+
+
+# --------------------------------------------------------------------------------------- what fails without a patch
+def _with_patches(rank: int, world: int, port: int, path: str, directory: str, keys: Mode, disable: list[str]) -> Any:
+    """A step at rate 0, a step, a save and a load: the text of the error that ends it, or the names that each step moved."""
+    from moe_rl.engine.engine import Engine  # noqa: F401  (its warnings are not of interest)
+
+    try:
+        engine = _engine(rank, world, f"file://{directory}/first", path, keys | {"patches__disable": disable})
+        assert all(engine.patches[name] == ("disabled" if name in disable else "applied") for name in engine.patches)
+        moved, digest = [], engine.digest()
+        for options in ({"lr": 0.0}, {}):
+            _steps(engine, 1, **options)
+            before, digest = digest, engine.digest()
+            moved.append({name for name in digest if digest[name] != before[name]})
+        engine.save(f"{directory}/saved")
+        engine.load(f"{directory}/saved")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return moved
+
+
+@pytest.mark.parametrize(
+    "name, keys, says",
+    [
+        ("no_grad_main_params", mode("fp32", offload=0.5), "ValueError: can't optimize a non-leaf Tensor"),
+        ("hybrid_masters", mode("fp32", offload=0.5), "KeyError"),
+        ("optimizer_states", mode("fp32", offload=0.5), "KeyError: 'master_param'"),
+        ("hybrid_reload", mode("mixed", offload=0.5), "engine.not_finite"),  # the weights from before they were set
+    ],
+)
+def test_a_mode_fails_without_its_patch(model, tmp_path, name, keys, says):
+    assert says in run_ranks(_with_patches, 1, model, str(tmp_path), keys, [name])[0]
+
+
+def test_native_fp32_parameters_on_the_gpu_need_their_patch(model, tmp_path):
+    """Silent without it: the weights that the optimizer leaves alone are those of native fp32 outside the CPU's share."""
+    keys, moved = mode("mixed", "fp32", 0.3, True), {}
+    for disable in ([], ["hybrid_gradients"]):
+        target = tmp_path / str(len(disable))
+        target.mkdir()
+        idle, moved[len(disable)] = run_ranks(_with_patches, 1, model, str(target), keys, disable)[0]
+        assert idle == set()
+    assert moved[1] < moved[0]
+    assert {name.split(".", 2)[-1].split("_")[0] for name in moved[0] - moved[1]} <= {
+        "hc",
+        "attn.attn",
+        "attn.compressor.ape",
+    }
+
+
+def _disagree(rank: int, world: int, port: int, path: str, directory: str) -> str:
+    from moe_rl.errors import RunFailed
+
+    keys = mode("fp32", patches__disable=["hybrid_masters"] if rank == 1 else [])
+    with pytest.raises(RunFailed) as stopped:
+        _engine(rank, world, f"file://{directory}/disagree", path, keys)
+    return str(stopped.value)
+
+
+def test_ranks_that_disagree_on_patches_stop(model, tmp_path):
+    for said in run_ranks(_disagree, 2, model, str(tmp_path)):
+        assert "hybrid_masters: applied on rank(s) [0], disabled on rank(s) [1]" in said
