@@ -131,6 +131,7 @@ CASES = [
     Case("unknown profile", "config.profile", "--hw cpus", says="nearest: cpu"),
     Case("a --file that is not there", "config.file", "--file more.yaml"),
     Case("a recipe that is not YAML", "config.yaml", edit=write("mine.yaml", "layout: [2\n")),
+    Case("a recipe with a YAML tag", "config.yaml", edit=write("mine.yaml", "model: {path: !!python/tuple [a]}\n")),
     Case("a key given twice in a file", "config.duplicate", edit=append("mine.yaml", "model: {path: other}\n")),
     Case("explain of an unknown key", "config.unknown_key", "explain optimizer.learning_rate"),
     # the layout
@@ -151,6 +152,10 @@ CASES = [
     Case("model.path that is a file", "model.path", "model.path=mine.yaml"),
     Case("no config.json", "model.config", edit=remove("model/config.json")),
     Case("config.json that is not JSON", "model.config", edit=write("model/config.json", "{")),
+    Case("config.json with text for a size", "model.config", edit=rewrite_json("model/config.json", hidden_size="32")),
+    Case("config.json with a factor of zero", "model.config", edit=rewrite_json("model/config.json", rope_theta=0)),
+    Case("an end token that is none", "model.special_ids", edit=rewrite_json("model/config.json", eos_token_id=9999)),
+    Case("generation_config.json not JSON", "model.config", edit=write("model/generation_config.json", "{")),
     Case("a model type of no known family", "model.family", edit=rewrite_json("model/config.json", model_type="gpt2")),
     Case("an unknown family", "model.family", "model.family=gpt2"),
     Case("no weights", "model.weights", edit=remove("model/model.safetensors")),
@@ -184,6 +189,12 @@ CASES = [
     Case("validation prompts that are trained on", "data.overlap", "data.validation=train.jsonl"),
     Case("validation without data", "data.validation", "data.validation="),
     Case("a template without the question", "data.template", "data.template=hello"),
+    Case(
+        "a chat template that raises",
+        "data.chat_template",
+        "data.chat_template=true",
+        edit=rewrite_json("model/tokenizer_config.json", chat_template="{{ 1 / 0 }}"),
+    ),
     Case("an unknown verifier", "reward.name", "reward.name=last_numbr", says="last_number"),
     Case("an argument the verifier does not have", "reward.args", "reward.args.buffer=3"),
     # the batch and the algorithm

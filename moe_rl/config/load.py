@@ -218,6 +218,10 @@ def _read_text(path: Path) -> str:
         raise UserError("config.yaml", f"{path} cannot be read", str(error), "Give a text file in UTF-8.") from None
 
 
+def _not_yaml(path: Path, error: Exception) -> UserError:
+    return UserError("config.yaml", f"{path} is not YAML", " ".join(str(error).split()), "Correct the file.")
+
+
 def _read_yaml(
     path: Path, origin: str | None, *, meta_keys: Sequence[str] = (), origins_in_comments: bool = False
 ) -> tuple[list[Entry], dict[str, Any]]:
@@ -226,10 +230,8 @@ def _read_yaml(
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-    except yaml.YAMLError as error:
-        raise UserError(
-            "config.yaml", f"{path} is not YAML", " ".join(str(error).split()), "Correct the file."
-        ) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise _not_yaml(path, error) from None
     if root is None:
         return [], {}
     if not isinstance(root, yaml.MappingNode):
@@ -249,7 +251,10 @@ def _read_yaml(
 
     entries, meta, known_sections = [], {}, sections()
     for name, node in _flatten(root, "", path):
-        value = loader.construct_object(node, deep=True)
+        try:
+            value = loader.construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise _not_yaml(path, error) from None
         if name in meta_keys:
             meta[name] = value
         elif not (value is None and name in known_sections):  # a section left empty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +42,31 @@ class ChatTokenizer(Tokenizer):
     """A tokenizer whose model directory has a chat template (jinja, as transformers renders it)."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[str, str | None], template: str) -> None:
+        super().__init__(backend, special)
+        self._text = template
+        self._special = {name: text for name, text in special.items() if text is not None}
+
+    @cached_property
+    def _template(self) -> Any:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        super().__init__(backend, special)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise
         environment.filters["tojson"] = _tojson
-        self._template = environment.from_string(template)
-        self._special = {name: text for name, text in special.items() if text is not None}
+        return environment.from_string(self._text)
 
     def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt's text for messages of `role` and `content`, up to where the assistant is to begin.
 
         Raises:
-            UserError: the template refuses the messages.
+            UserError: the template is none, or refuses the messages.
         """
-        import jinja2
-
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise UserError("data.chat_template", f"the model's chat template refuses a prompt: {error}") from None
+        except Exception as error:  # a template is a program: it can raise anything
+            what = f"the model's chat template refuses a prompt: {type(error).__name__}: {error}"
+            raise UserError("data.chat_template", what, "", "set data.chat_template=false, or correct it") from None
 
 
 def _raise(message: str) -> None:
@@ -132,8 +136,11 @@ def _special_tokens(
         token = token.get("content") if isinstance(token, dict) else token
         number = config.get(f"{name}_id")
         number = number[0] if isinstance(number, list) and number else number
-        if token is None and isinstance(number, int):
+        if token is None and isinstance(number, int) and number >= 0:
             token = backend.id_to_token(number)
+        if token is not None and not isinstance(token, str):
+            what = f"tokenizer_config.json: {name} is {json.dumps(token)}, not the text of a token"
+            raise UserError("model.tokenizer", what, "", "copy the file again")
         special[name] = token
     return special
 
@@ -145,4 +152,7 @@ def _chat_template(root: Path, settings: Mapping[str, Any]) -> str | None:
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        what = f"tokenizer_config.json: chat_template is of type {type(template).__name__}, not text"
+        raise UserError("data.chat_template", what, "", "copy the file again")
     return template

@@ -135,6 +135,30 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def special_ids(path: str | Path, vocab_size: int) -> tuple[tuple[int, ...], int]:
+    """End-of-sequence ids (generation_config.json before config.json) and the id fed to rows that have ended.
+
+    Raises:
+        UserError: one of them is no token id of the model, or generation_config.json cannot be read.
+    """
+    config, file = read_config(path), Path(path) / "generation_config.json"
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise UserError("model.config", f"{file} is not a JSON object", str(error), "copy the file again") from None
+    eos = config.get("eos_token_id") if eos is None else eos
+    ids, pad = eos if isinstance(eos, list) else [] if eos is None else [eos], config.get("pad_token_id")
+    for name, number in [*(("eos_token_id", i) for i in ids), ("pad_token_id", 0 if pad is None else pad)]:
+        if type(number) is not int or not 0 <= number < vocab_size:
+            raise UserError(
+                "model.special_ids",
+                f"{name} of {path} is {json.dumps(number)}, which is no token id",
+                f"They go from 0 to {vocab_size - 1}.",
+                "use the config.json and generation_config.json that came with the weights",
+            )
+    return tuple(ids), pad if pad is not None else ids[0] if ids else 0
+
+
 def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
     """What preflight needs to know of the model in `path`, from config.json, tokenizer.json and the file names alone.
 

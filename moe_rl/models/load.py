@@ -74,12 +74,14 @@ def _weight_files(root: Path) -> list[str]:
         raise UserError("model.path", f"{root} is not a directory", "it should hold a checkpoint", "set model.path")
     index = root / INDEX
     if not index.is_file():
-        files = sorted(file.name for file in root.glob("*.safetensors"))
+        files = sorted(file.name for file in root.glob("*.safetensors") if file.is_file())
         if not files:
             raise _broken(root, ["no *.safetensors file"])
         return files
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if not all(isinstance(file, str) for file in files):
+            raise TypeError("weight_map names a file by what is no text")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _broken(root, [f"{INDEX} is not an index ({error})"]) from None
     missing = [f"{file} is missing, {INDEX} names it" for file in files if not (root / file).is_file()]

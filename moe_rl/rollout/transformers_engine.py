@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from moe_rl.config.host import resolve_device
 from moe_rl.config.schema import Config
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.family import get_family, read_config, read_facts
+from moe_rl.models.family import get_family, read_config, read_facts, special_ids
 from moe_rl.models.weights import torch_dtype
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.receive import Receiver
@@ -76,7 +75,7 @@ class TransformersEngine:
         self._receiver = Receiver(views)
         self._device, self._batch_size, self._timeout_s = device, batch_size, timeout_s
         self._vocab_size, self._max_positions = facts.vocab_size, facts.max_positions
-        self.eos_ids, self._pad_id = _special_ids(Path(path))
+        self.eos_ids, self._pad_id = special_ids(path, facts.vocab_size)
         # `generate` fills what its configuration leaves open from the model's own, made from config.json
         self._model.generation_config.eos_token_id = list(self.eos_ids) or None
 
@@ -178,17 +177,6 @@ class TransformersEngine:
             _cut(request, tokens[i], logprobs[i], self.eos_ids, self.weight_version)
             for i, request in enumerate(requests)
         ]
-
-
-def _special_ids(root: Path) -> tuple[tuple[int, ...], int]:
-    """End-of-sequence ids (generation_config.json before config.json) and the id fed to rows that have ended."""
-    config = read_config(root)
-    file = root / "generation_config.json"
-    eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    eos = config.get("eos_token_id") if eos is None else eos
-    ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    pad = config.get("pad_token_id")
-    return ids, pad if pad is not None else ids[0] if ids else 0
 
 
 def _cut(

@@ -11,7 +11,7 @@ from moe_rl.config import Config, ModelFacts, preflight
 from moe_rl.config.rules import model_directory
 from moe_rl.data import Record, check_batch, check_overlap, load
 from moe_rl.data.tokenizer import Tokenizer, load_tokenizer
-from moe_rl.models.family import get_family, read_facts
+from moe_rl.models.family import get_family, read_facts, special_ids
 from moe_rl.rewards import describe as describe_verifier
 
 Rows = Iterable[Mapping[str, Any]]
@@ -52,6 +52,7 @@ def read_inputs(
     preflight(config, facts, run_dir=run_dir, own_data=own_data)
     family = get_family(facts.family)
     family.check_weights(config.model.path)
+    special_ids(config.model.path, facts.vocab_size)
     describe_verifier(reward or config.reward.name, config.reward.args, config.rollout.max_response)
     tokenizer = load_tokenizer(config.model.path)
     records = load(config.data.train if dataset is None else dataset, config.data, tokenizer, "data.train")

@@ -15,6 +15,21 @@ HEAVY = "heavily_compressed_attention"
 KINDS = (SLIDING, SPARSE, HEAVY)
 _KIND_OF_RATIO = {0: SLIDING, 4: SPARSE}
 _DEFAULT_RATES = {SPARSE: 4, HEAVY: 128}
+_SIZES = (
+    "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim q_lora_rank"
+    " o_groups o_lora_rank n_routed_experts num_experts_per_tok sliding_window hc_mult max_position_embeddings"
+).split()
+_COUNTS = (  # 0 is allowed
+    "num_hash_layers num_nextn_predict_layers qk_rope_head_dim index_n_heads index_head_dim index_topk"
+).split()
+_NUMBERS = (
+    "routed_scaling_factor swiglu_limit hc_eps rms_norm_eps initializer_range rope_theta compress_rope_theta"
+    " partial_rotary_factor"
+).split()
+_OTHERS = {
+    list: ("layer_types", "compress_ratios", "mlp_layer_types"),
+    dict: ("compress_rates", "rope_scaling", "rope_parameters"),
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,9 @@ class DeepseekV4Arch:
         Raises:
             UserError: sizes are missing, contradict each other, or ask for something this family does not do.
         """
+        config = {key: value for key, value in config.items() if value is not None}
         _require(config)
+        _check_types(config)
         n = int(config["num_hidden_layers"])
         kinds, ratios = _attention(config, n)
         rope_dim = _rope_dim(config)
@@ -157,11 +174,7 @@ def _bad(what: str, why: str) -> UserError:
 
 def _require(config: Mapping[str, Any]) -> None:
     """Refuse a config without its sizes, and the switches that this implementation has no code for."""
-    needed = (
-        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim q_lora_rank"
-        " o_groups o_lora_rank n_routed_experts num_experts_per_tok sliding_window hc_mult max_position_embeddings"
-    ).split()
-    missing = [key for key in needed if config.get(key) is None]
+    missing = [key for key in _SIZES if key not in config]
     if missing:
         raise _bad(f"missing {', '.join(missing)}", "a DeepSeek-V4 model cannot be built without these sizes")
     only = {
@@ -183,11 +196,36 @@ def _require(config: Mapping[str, Any]) -> None:
         raise _bad("; ".join(wrong), "no DeepSeek-V4 release uses other values and they are not implemented")
 
 
+def _check_types(config: Mapping[str, Any]) -> None:
+    """Refuse values of another type than their key's, and sizes and factors that no model has."""
+    wrong = [f"{key} is {config[key]!r}" for key in _SIZES if not _is_count(config[key], 1)]
+    wrong += [f"{key} is {config[key]!r}" for key in _COUNTS if not _is_count(config.get(key, 0), 0)]
+    wrong += [f"{key} is {config[key]!r}" for key in _NUMBERS if not _is_positive(config.get(key, 1.0))]
+    if not _is_count(config.get("hc_sinkhorn_iters", 1), 1):
+        wrong.append(f"hc_sinkhorn_iters is {config['hc_sinkhorn_iters']!r}")
+    for kind, names in _OTHERS.items():
+        wrong += [f"{key} is {config[key]!r}" for key in names if not isinstance(config.get(key, kind()), kind)]
+    if wrong:
+        raise _bad("; ".join(wrong), "sizes are whole numbers, factors positive ones, and layers are given by lists")
+
+
+def _is_count(value: Any, low: int) -> bool:
+    return type(value) is int and value >= low
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
 def _attention(config: Mapping[str, Any], n: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Kind and compress ratio of each layer; per-layer lists may run on past the decoder (prediction layers)."""
     rates = {**_DEFAULT_RATES, **(config.get("compress_rates") or {})}
     for key, kind in (("compress_rate_csa", SPARSE), ("compress_rate_hca", HEAVY)):
         rates[kind] = config[key] if config.get(key) is not None else rates[kind]
+    wrong = [rate for rate in rates.values() if not _is_count(rate, 1)]
+    wrong += [ratio for ratio in config.get("compress_ratios", ()) if not _is_count(ratio, 0)]
+    if wrong:
+        raise _bad(f"a compress ratio is {wrong[0]!r}", "ratios are whole numbers, 0 for sliding layers")
     rates[SLIDING] = 0
     ratios, kinds = config.get("compress_ratios"), config.get("layer_types")
     kinds = None if kinds is None else _per_layer("layer_types", kinds, n)
@@ -204,9 +242,9 @@ def _attention(config: Mapping[str, Any], n: int) -> tuple[tuple[str, ...], tupl
     if ratios is None:
         ratios = [rates[k] for k in kinds]
     for layer, (kind, ratio) in enumerate(zip(kinds, ratios, strict=True)):
-        if ratio < 0 or (ratio == 0) != (kind == SLIDING):
+        if (ratio == 0) != (kind == SLIDING):
             raise _bad(f"layer {layer} is {kind} with compress ratio {ratio}", "only sliding layers have ratio 0")
-    return tuple(kinds), tuple(int(r) for r in ratios)
+    return tuple(kinds), tuple(ratios)
 
 
 def _per_layer(key: str, values: Sequence[Any], n: int) -> list[Any]:
@@ -253,6 +291,10 @@ def _ropes(config: Mapping[str, Any], dim: int) -> tuple[Rope, Rope]:
 
 def _rope(p: Mapping[str, Any], theta: float, dim: int, attention_factor: float | None) -> Rope:
     kind = p.get("rope_type", p.get("type", "default"))
+    numbers = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+    wrong = [f"{key} is {p[key]!r}" for key in numbers if p.get(key) is not None and not _is_positive(p[key])]
+    if wrong:
+        raise _bad(f"rope parameters: {'; '.join(wrong)}", "they are positive numbers")
     theta = float(p.get("rope_theta", theta))
     if kind in (None, "default"):
         return Rope(theta, dim)
