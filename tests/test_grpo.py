@@ -263,3 +263,19 @@ class TestMismatch:
         assert all(math.isnan(v) for v in mismatch(tensor(-1, -math.inf), tensor(-1, -2)).values())
         with pytest.raises(ValueError):
             mismatch(torch.zeros(2), torch.zeros(3))
+
+
+def test_samples_without_a_reward_are_in_no_sum():
+    from moe_rl.config import Config
+    from moe_rl.trainer.losses import grpo_loss
+
+    fields = {
+        "mask": tensor(1, 1, 0),
+        "weight": tensor(0.5, 0.5, 0),
+        "advantage": tensor(1, -1, 0),
+        "old_logprob": tensor(-1.0, -2.0, -7.0),
+        "reference_logprob": tensor(0, 0, 0),
+    }
+    _, sums = grpo_loss(Config().algorithm)(tensor(-1.25, -2.0, -7.5), tensor(0.1, 0.2, 9.0), fields)
+    found = {name: float(value) for name, value in sums.items()}
+    assert found == pytest.approx({"tokens": 2, "clipped": 0, "entropy": 0.3, "kl_old": 0.25})

@@ -35,7 +35,7 @@ def grpo_loss(algorithm: AlgorithmConfig) -> Callable[..., Result]:
             "tokens": mask.sum(),
             "clipped": (clipped & mask).sum(),
             "entropy": entropy.sum(),
-            "kl_old": (fields["old_logprob"] - logprobs.detach()).sum(),
+            "kl_old": torch.where(mask, fields["old_logprob"] - logprobs.detach(), 0.0).sum(),
         }
         if algorithm.kl in ("k2", "k3"):
             tokens = tokens + algorithm.kl_coef * loss_term(algorithm.kl, logprobs, fields["reference_logprob"])
