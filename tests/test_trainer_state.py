@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +110,50 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         RunDirectory(tmp_path / "file" / "run").create()
+
+
+def test_a_run_cut_back_forgets_the_later_checkpoints(run: RunDirectory) -> None:
+    for step in (2, 4, 6):
+        run.save(RunState(step=step), shards(), keep=3)
+    run.cut_back(2)
+    assert run.latest() == run.checkpoints / "step_000002"
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["latest", "step_000002"]
+    path = run.save(RunState(step=3), shards(), keep=1)  # and does not take the new one for the oldest
+    assert run.latest() == path and path.is_dir()
+
+
+def test_a_run_without_a_checkpoint_drops_one_whose_pointer_was_never_written(run: RunDirectory) -> None:
+    run.save(RunState(step=2), shards(), keep=2)
+    (run.checkpoints / "latest").unlink()
+    assert run.latest() is None
+    run.cut_back(0)
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_one_process_at_a_time_and_never_after_its_death(run: RunDirectory) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from moe_rl.trainer.state import RunDirectory\n"
+        "with RunDirectory(Path(sys.argv[1])).held():\n    print('held', flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"in use by process {holder.pid} on ") as caught, run.held():
+        pass
+    assert caught.value.rule == "run_dir.busy"
+    holder.kill()
+    holder.wait()
+    with run.held():
+        assert str(os.getpid()) in (run.path / ".lock").read_text()
+
+
+def test_attempts_are_counted_by_the_manifest(run: RunDirectory) -> None:
+    assert run.attempts() == 0
+    write_atomic(run.path / "manifest.json", json.dumps({"attempt": 3}))
+    assert run.attempts() == 3
+
+
+def test_an_atomic_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()  # a rename onto a directory fails
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "file", "text")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

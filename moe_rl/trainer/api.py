@@ -27,6 +27,12 @@ from moe_rl.trainer.loop import Loop, sample_lines
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
 from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, checkpoint_of, read_state, verify, write_atomic
 
+# what a resumed run starts afresh if the checkpoint lacks a part of `checkpoint.contents`
+WITHOUT = {
+    "optimizer": "the moments of the optimizer start from zero",
+    "extra": "the learning-rate schedule and the random states start over",
+}
+
 
 def train(config: Config, run_dir: str | Path | None = None, resume: str = "auto") -> int:
     """Run the training a configuration describes; the exit code (0 done, 75 asked to stop and saved).
@@ -83,20 +89,23 @@ class GRPOTrainer:
         if resume == "auto":
             return self.run.latest()
         if resume == "never":
-            if (self.run.path / "metrics.jsonl").exists():
-                raise UserError(
-                    "run_dir.taken",
-                    f"{self.run.path} already holds a run",
-                    "--resume never starts afresh and would overwrite it.",
-                    "Choose another --run-dir, or continue with --resume auto.",
-                )
+            if self.run.is_used():
+                raise self._taken("--resume never starts afresh and would overwrite it.")
             return None
-        return checkpoint_of(Path(resume))
+        found = checkpoint_of(Path(resume))
+        if self.run.has_checkpoint() and found.parent != self.run.checkpoints:
+            raise self._taken(f"{found} belongs to another run, and its steps would be mixed with those.")
+        return found
+
+    def _taken(self, why: str) -> UserError:
+        fix = "Choose another --run-dir, or continue with --resume auto."
+        return UserError("run_dir.taken", f"{self.run.path} already holds a run", why, fix)
 
     def _restore(self) -> RunState:
         """The state to start from, checked against this run's model and data."""
         if self.checkpoint is None:
-            return RunState(model=self.arch, contents=list(self.config.checkpoint.contents))
+            contents = list(self.config.checkpoint.contents)
+            return RunState(model=self.arch, contents=contents, attempt=1 + self.run.attempts())
         state = read_state(self.checkpoint)
         verify(self.checkpoint)
         if state.model != self.arch:
@@ -108,23 +117,31 @@ class GRPOTrainer:
                 "Set model.path to the model the run was started with, or start afresh in another --run-dir.",
             )
         self.cursor.load_state_dict(state.cursor)
-        state.attempt += 1
+        state.attempt = 1 + max(state.attempt, self.run.attempts())
         return state
 
     # ------------------------------------------------------------------------------------------------------------ fit
     def fit(self) -> int:
         """Run to `trainer.steps`; the exit code. See :func:`train` for what it raises."""
         config = self.config
-        if self.state.step >= config.trainer.steps:
-            print(f"{self.run.path}: all {config.trainer.steps} steps are done")
-            return EXIT_DONE
-        self.run.create()
-        write_atomic(self.run.path / "config.resolved.yaml", config.to_yaml(origins=True))
-        metrics = MetricsWriter(self.run.path, tensorboard=config.observe.tensorboard)
-        metrics.resume(self.state.step, self.state.metrics)
-        progress = Progress(config.trainer.steps, self.state.step)
-        with _on_sigterm(self._ask_stop), metrics, progress, self.judge, Cluster(config, self.run.logs) as cluster:
-            return self._run(cluster, metrics, progress)
+        with self.run.held(), _on_sigterm(self._ask_stop), self.judge:
+            self.run.create()
+            metrics = MetricsWriter(self.run.path, tensorboard=config.observe.tensorboard)
+            if self.state.step >= config.trainer.steps:
+                metrics.resume(self.state.step, self.state.metrics)
+                print(f"{self.run.path}: all {config.trainer.steps} steps are done")
+                return EXIT_DONE
+            write_atomic(self.run.path / "config.resolved.yaml", config.to_yaml(origins=True))
+            if self.checkpoint is not None:
+                print(self._resume_note(self.checkpoint))
+            progress = Progress(config.trainer.steps, self.state.step)
+            with metrics, progress, Cluster(config, self.run.logs) as cluster:
+                return self._run(cluster, metrics, progress)
+
+    def _resume_note(self, checkpoint: Path) -> str:
+        lines = [f"resuming from {checkpoint}: step {self.state.step}, attempt {self.state.attempt}"]
+        lines += [f"it holds no {part}: {then}" for part, then in WITHOUT.items() if part not in self.state.contents]
+        return "\n".join(lines)
 
     def _ask_stop(self, signum: int, frame: FrameType | None) -> None:
         self.stop_asked = True
@@ -139,6 +156,9 @@ class GRPOTrainer:
         if self.checkpoint is not None:
             progress.phase("load")
             trainer.load(self.checkpoint, state.contents)
+        # not before: a checkpoint that cannot be loaded costs no records
+        metrics.resume(state.step, state.metrics)
+        self.run.cut_back(state.step)
         sync = WeightSync(trainer, rollout)
         sync.push(state.weight_version)  # before anything else: no rollout ever samples from other weights
         self._write_manifest(trainer, rollout, sync)
@@ -154,22 +174,21 @@ class GRPOTrainer:
             self.inputs.tokenizer,
             progress,
         )
-        while state.step < config.trainer.steps:
+        stop = self.stop_asked
+        while state.step < config.trainer.steps and not stop:
             line, samples = loop.step()
             metrics.write_samples(
                 state.step, sample_lines(state.step, samples, config.observe.samples_per_step, config.rollout.n)
             )
-            last = state.step == config.trainer.steps
-            if last or self.stop_asked or state.step % config.checkpoint.every == 0:
+            last, stop = state.step == config.trainer.steps, self.stop_asked
+            if last or stop or state.step % config.checkpoint.every == 0:
                 started = time.perf_counter()
                 with loop.phase("checkpoint"):
                     self._save(trainer, line)
                 line["time/checkpoint"] = time.perf_counter() - started
             metrics.write(state.step, line)
             progress.step(line)
-            if self.stop_asked and not last:
-                return EXIT_SEGMENT
-        return EXIT_DONE
+        return EXIT_DONE if state.step == config.trainer.steps else EXIT_SEGMENT
 
     def _save(self, trainer: TrainerGroup, line: dict[str, Any]) -> None:
         self.state.metrics = line

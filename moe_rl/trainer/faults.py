@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import RayTaskError
+from ray.util import list_named_actors
 
 from moe_rl.errors import MoeRLError, RunFailed
 
-DEATHS = (RayActorError, WorkerCrashedError)
+POLL_S = 1.0
 # When one rank dies its peers fail too, over the closed connection and often first: wait this long for the death itself
 GRACE_S = 5.0
+REGISTER_S = 1.0  # a death is in Ray's register well before this
 TAIL_LINES = 15
+_COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
@@ -29,58 +33,96 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 def collect(calls: Mapping[str, Any], logs: Mapping[str, Path], *, timeout_s: float, doing: str) -> dict[str, Any]:
     """The results of all `calls` (worker name -> object reference), or the one fault that explains the failure.
 
-    A dead process is named before the peers that failed because of it.
+    Every worker of the run is watched, those without a call too, and a dead one is named before the others that failed
+    because of it.
+
+    Args:
+        logs: the log of each worker of the run, by the name of its actor.
+        doing: what the calls do, to be read after "while".
 
     Raises:
         UserError: a worker refused its input.
         RunFailed: a worker died, raised, or gave no answer in `timeout_s` seconds; with its name and log tail.
     """
     names = {reference: name for name, reference in calls.items()}
-    waiting, results, faults = list(names), {}, {}
+    waiting, results = list(names), {}
+    faults: dict[str, Exception] = {}
+    dead: list[str] = []
     deadline = time.monotonic() + timeout_s
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+    while waiting or faults:
+        left = deadline - time.monotonic()
+        ready, waiting = ray.wait(waiting, timeout=max(0.0, min(POLL_S, left))) if waiting else ([], [])
         for reference in ready:
             try:
                 results[names[reference]] = ray.get(reference)
             except Exception as error:
                 faults[names[reference]] = error
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-        if not ready or any(isinstance(error, DEATHS) for error in faults.values()):
-            break
-    if faults or waiting:
-        raise _explain(faults, [names[reference] for reference in waiting], logs, timeout_s, doing)
+                explained = not waiting or isinstance(_cause(error), MoeRLError)
+                deadline = min(deadline, time.monotonic() + (REGISTER_S if explained else GRACE_S))
+        if faults or not ready:
+            dead = missing(logs)
+            if dead or left <= 0:
+                break
+            time.sleep(0.0 if waiting else 0.05)
+    if dead:
+        raise _died(dead, faults, logs, doing)
+    if faults:
+        raise _raised(faults, logs, doing)
+    if waiting:
+        raise _silent([names[reference] for reference in waiting], logs, timeout_s, doing)
     return results
 
 
-def _explain(
-    faults: Mapping[str, Exception], silent: list[str], logs: Mapping[str, Path], timeout_s: float, doing: str
-) -> MoeRLError:
-    for name, error in faults.items():
-        if isinstance(error, DEATHS):
-            return RunFailed(
-                "worker.died",
-                f"{name} died while {doing}",
-                "Its process was killed or crashed; out of memory is the common cause.",
-                f"See {logs[name]}, then run the same command again: it resumes from the last checkpoint.",
-                log_tail=tail(logs[name]),
-            )
-    for name, error in faults.items():
-        cause = error.cause if isinstance(error, RayTaskError) else error
+def missing(workers: Iterable[str]) -> list[str]:
+    """Those of the workers that are dead: Ray's register of actors forgets the name of one when its process ends."""
+    living = set(list_named_actors())
+    return [name for name in workers if name not in living]
+
+
+def _cause(error: Exception) -> Exception:
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+
+
+def _died(dead: list[str], faults: Mapping[str, Exception], logs: Mapping[str, Path], doing: str) -> RunFailed:
+    why = "Its process was killed or crashed; out of memory is the common cause."
+    text = str(faults.get(dead[0], ""))
+    if "creation task" in text:  # it never came to life: no log tells why
+        why = text.strip().splitlines()[-1]
+    return RunFailed(
+        "worker.died",
+        f"{' and '.join(dead)} died while {doing}",
+        why,
+        f"See {logs[dead[0]]}, then run the same command again: it resumes from the last checkpoint.",
+        log_tail=tail(logs[dead[0]]),
+    )
+
+
+def _raised(faults: Mapping[str, Exception], logs: Mapping[str, Path], doing: str) -> MoeRLError:
+    """The message of one fault, ours before others; another's traceback goes to its worker's log."""
+    causes = {name: _cause(error) for name, error in faults.items()}
+    for cause in causes.values():
         if isinstance(cause, MoeRLError):
             return cause
-        if not isinstance(cause, GetTimeoutError):
-            return RunFailed(
-                "worker.raised",
-                f"{name} failed while {doing}: {type(cause).__name__}: {cause}",
-                "",
-                f"See {logs[name]} for the traceback.",
-                log_tail=tail(logs[name]),
-            )
+    name, cause = next(iter(causes.items()))
+    try:
+        with logs[name].open("a") as log:  # Ray hands an exception to the driver and does not print it
+            log.write(_COLOUR.sub("", f"{faults[name]}\n"))
+    except OSError:
+        pass
+    return RunFailed(
+        "worker.raised",
+        f"{name} failed while {doing}: {type(cause).__name__}: {cause}",
+        "",
+        f"See {logs[name]} for the traceback.",
+        log_tail=tail(logs[name]),
+    )
+
+
+def _silent(silent: list[str], logs: Mapping[str, Path], timeout_s: float, doing: str) -> RunFailed:
     return RunFailed(
         "worker.silent",
         f"no answer from {', '.join(silent)} in {timeout_s:.0f} s while {doing}",
         "A collective hangs or the work is larger than the limit allows.",
         "See the logs of these workers; raise engine.distributed_timeout_s or rollout.timeout_s if they were working.",
-        log_tail=tail(logs[silent[0]]) if silent else "",
+        log_tail=tail(logs[silent[0]]),
     )

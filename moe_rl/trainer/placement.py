@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from moe_rl.config import Config
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.reshard.plan import make_plan
 from moe_rl.trainer.faults import collect
+from moe_rl.trainer.session import Session
 from moe_rl.trainer.worker import OptimizerStep, RolloutWorker, Sequences, TrainerWorker
 
 START_S = 600.0
@@ -30,41 +30,38 @@ class Cluster:
         self.config, self.logs = config, logs
         self.workers: dict[str, Any] = {}
         self.group: Any = None
+        self.session: Session | None = None
 
     def __enter__(self) -> Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        address = os.environ.get("RAY_ADDRESS")
-        local: dict[str, Any] = {}
-        if not address:
-            self.scratch = tempfile.TemporaryDirectory(prefix="moe_rl_", ignore_cleanup_errors=True)
-            local = dict(
-                num_cpus=self._slots(),
-                object_store_memory=int(self.config.cluster.object_store_gib * 2**30),
-                include_dashboard=False,
-                _temp_dir=self.scratch.name,
-            )
+        quiet: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR")
         try:
-            ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
+            if address := os.environ.get("RAY_ADDRESS"):
+                ray.init(address=address, **quiet)
+            else:
+                self.session = Session()
+                store = int(self.config.cluster.object_store_gib * 2**30)
+                self.session.start(num_cpus=self._slots(), object_store_memory=store, **quiet)
+            self._reserve()
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            self.__exit__()
             raise RunFailed(
                 "ray.start", f"Ray did not start: {error}", "", "Check memory, /dev/shm and RAY_ADDRESS."
             ) from error
-        try:
-            self._reserve()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.workers.values():
-            ray.kill(worker)
-        if self.group is not None:
-            remove_placement_group(self.group)
-        ray.shutdown()
-        if hasattr(self, "scratch"):
-            self.scratch.cleanup()
+        try:
+            for worker in self.workers.values():
+                ray.kill(worker)
+            if self.group is not None:
+                remove_placement_group(self.group)
+        finally:
+            self.session.end() if self.session else ray.shutdown()
 
     def _slots(self) -> int:
         return self.config.cluster.nodes * self.config.cluster.gpus_per_node + self.config.rollout.replicas
@@ -129,7 +126,7 @@ class TrainerGroup:
 
     def start(self) -> None:
         """Build the engines; their places in the layout become known."""
-        address = self._one("free_address")
+        address = self._one("free_address", "starting")
         if self.config.cluster.port:
             address = f"{address.rsplit(':', 1)[0]}:{self.config.cluster.port}"
         ranks = {name: rank for rank, name in enumerate(self.names)}
@@ -143,8 +140,8 @@ class TrainerGroup:
     ) -> dict:
         return self.cluster.call(self.names, method, arguments, timeout_s or self.timeout_s, doing or method)
 
-    def _one(self, method: str, *arguments: Any) -> Any:
-        return self.cluster.call(self.names[:1], method, lambda _: arguments, START_S, method)[self.names[0]]
+    def _one(self, method: str, doing: str) -> Any:
+        return self.cluster.call(self.names[:1], method, lambda _: (), START_S, doing)[self.names[0]]
 
     def _time(self, results: Mapping[str, tuple[Any, float]]) -> None:
         self.seconds = {name: seconds for name, (_, seconds) in results.items()}
@@ -183,7 +180,7 @@ class TrainerGroup:
         return results[self.names[0]][0]
 
     def owned(self) -> list[Any]:
-        return [item for items in self._all("owned").values() for item in items]
+        return [item for items in self._all("owned", doing="listing weights").values() for item in items]
 
     def send(self, rank: int, dtypes: Mapping[str, str], version: int = 0) -> list[Any]:
         """Tensors that one rank owns, as packets in the dtypes given by name."""
@@ -201,7 +198,7 @@ class TrainerGroup:
         self._all("load", lambda _: (str(directory), list(contents)), "loading a checkpoint")
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
-        return self._all("peak_memory_gib")
+        return self._all("peak_memory_gib", doing="reading memory use")
 
 
 class RolloutGroup:
@@ -223,7 +220,7 @@ class RolloutGroup:
 
     def holdings(self) -> dict[str, list[Any]]:
         numbers = {name: i for i, name in enumerate(self.names)}
-        return self._all("holdings", lambda name: (numbers[name],))
+        return self._all("holdings", lambda name: (numbers[name],), "listing weights")
 
     def receive(self, version: int, names: Mapping[int, Sequence[str]], packets: Mapping[str, list[Any]]) -> None:
         """Hand each replica its packets (object references) and have it prove the version whole."""
@@ -240,7 +237,7 @@ class RolloutGroup:
         return [completion for name in self.names for completion in results[name][0]]
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
-        return self._all("peak_memory_gib")
+        return self._all("peak_memory_gib", doing="reading memory use")
 
 
 class WeightSync:

@@ -9,12 +9,15 @@ renamed; `latest` then names it, by an atomic rename too. A kill at any moment l
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,8 @@ from moe_rl.errors import RunFailed, UserError
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
 SHARD_DIGESTS = "integrity.json"  # written by the engine (moe_rl/engine/checkpoint.py)
-TEMPORARY = ".writing_"
+TEMPORARY, DISCARDED = ".writing_", ".discarded_"
+LOCK = ".lock"
 
 
 @dataclass
@@ -50,12 +54,16 @@ class RunState:
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file's content at once: a temporary file beside it, fsync, rename."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
@@ -93,17 +101,65 @@ class RunDirectory:
         Raises:
             UserError: it cannot be made or written.
         """
-        try:
+        with self._writable():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
+        for leftover in (*self.checkpoints.glob(TEMPORARY + "*"), *self.checkpoints.glob(DISCARDED + "*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise UserError(
                 "run_dir.write", f"{self.path} cannot be written: {error.strerror}", "", "Choose another --run-dir."
             ) from error
-        for leftover in self.checkpoints.glob(TEMPORARY + "*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes' runs out of the directory, until this process ends if it does not leave the block.
+
+        Raises:
+            UserError: another run is in it, or it cannot be written.
+        """
+        with self._writable():
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / LOCK).open("a+")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise UserError(
+                    "run_dir.busy",
+                    f"{self.path} is in use by {file.read().strip() or 'another process'}",
+                    "Two runs in one directory would overwrite each other's records and checkpoints.",
+                    "Wait until it has ended, or choose another --run-dir.",
+                ) from error
+            except OSError:  # a file system without locks
+                pass
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+            yield
+
+    def attempts(self) -> int:
+        """How often the run was started before, as its manifest counts it; 0 for a new one."""
+        try:
+            return int(json.loads((self.path / MANIFEST).read_text())["attempt"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint was ever finished here."""
+        return (self.checkpoints / LATEST).is_file()
+
+    def is_used(self) -> bool:
+        """Whether a run has written steps or checkpoints here."""
+        return self.has_checkpoint() or (self.path / "metrics.jsonl").exists()
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None before the first.
@@ -112,7 +168,7 @@ class RunDirectory:
             RunFailed: the pointer names a checkpoint that is not there.
         """
         pointer = self.checkpoints / LATEST
-        if not pointer.is_file():
+        if not self.has_checkpoint():
             return None
         found = self.checkpoints / pointer.read_text().strip()
         if not (found / MANIFEST).is_file():
@@ -121,7 +177,9 @@ class RunDirectory:
                 "checkpoint.missing",
                 f"{pointer} names {found.name}, which is not there or not whole",
                 "It was moved or deleted after it was saved.",
-                f"Pass --resume PATH with one of: {', '.join(older)}" if older else "Start afresh with --resume never.",
+                f"Pass --resume PATH with one of: {', '.join(older)}"
+                if older
+                else "Start afresh in another --run-dir.",
             )
         return found
 
@@ -135,17 +193,17 @@ class RunDirectory:
         Raises:
             RunFailed: the disk is full or cannot be written; the previous checkpoint is untouched.
         """
-        target = self.checkpoints / f"step_{state.step:06d}"
-        work = Path(tempfile.mkdtemp(dir=self.checkpoints, prefix=TEMPORARY))
+        target = self.checkpoints / _step_name(state.step)
+        work = self.checkpoints / f"{TEMPORARY}{target.name}"
         try:
-            os.chmod(work, 0o755)
+            work.mkdir()
             write_shards(work)
             write_atomic(work / STATE, json.dumps(asdict(state), indent=1))
             listing = _listing(work)
             manifest = {"step": state.step, "files": listing, "sha256": _own_digest(listing)}
             write_atomic(work / MANIFEST, json.dumps(manifest, indent=1))
-            if target.exists():  # a step repeated after a resume from an older checkpoint
-                shutil.rmtree(target)
+            if target.exists():  # a kill came between the next two lines
+                self._discard(target)
             os.replace(work, target)
             sync_directory(self.checkpoints)
             write_atomic(self.checkpoints / LATEST, target.name + "\n")
@@ -161,9 +219,31 @@ class RunDirectory:
         self._prune(keep)
         return target
 
+    def cut_back(self, step: int) -> None:
+        """Drop the checkpoints of later steps: a run that resumes from `step` takes another way from there."""
+        later = [path for path in self._steps() if path.name > _step_name(step)]
+        if later and (self.checkpoints / _step_name(step) / MANIFEST).is_file():
+            write_atomic(self.checkpoints / LATEST, _step_name(step) + "\n")
+        for path in later:
+            self._discard(path)
+
+    def _steps(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step_*"))
+
     def _prune(self, keep: int) -> None:
-        for old in sorted(self.checkpoints.glob("step_*"))[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in self._steps()[:-keep]:
+            self._discard(old)
+
+    def _discard(self, checkpoint: Path) -> None:
+        """Remove a checkpoint; a kill halfway leaves no part of it under its name."""
+        doomed = self.checkpoints / f"{DISCARDED}{checkpoint.name}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _step_name(step: int) -> str:
+    return f"step_{step:06d}"
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -1,0 +1,95 @@
+"""A Ray cluster of this process's own: its directory, its processes, and which signals are whose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+SCRATCH = "moe_rl_"
+LONGEST_BASE = 24  # Ray adds some 80 characters for its sockets, whose paths have 107 at most
+JANITOR = Path(__file__).parent / "janitor.py"
+
+
+class Session:
+    """Ray on this machine, for this process alone: no other cluster is joined, and nothing of it outlives `end`, or by
+    more than seconds this process's death.
+    """
+
+    def __init__(self) -> None:
+        base = os.path.realpath(tempfile.gettempdir())
+        self.path = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=base if len(base) <= LONGEST_BASE else "/tmp"))
+        self._janitor = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(JANITOR), str(self.path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # what ends the driver's process group is not to end it
+        )
+
+    def start(self, **options: Any) -> None:
+        """Start Ray; `options` go to `ray.init`."""
+        with _sigterm_for_the_driver():
+            ray.init(address="local", include_dashboard=False, _temp_dir=str(self.path), **options)
+
+    def end(self) -> None:
+        """Stop Ray, and see to it that all its processes are gone."""
+        with _killed_when_asked(psutil.Process().children()):
+            ray.shutdown()
+        self._janitor.communicate()
+
+
+@contextmanager
+def _sigterm_for_the_driver() -> Iterator[None]:
+    """SIGTERM is for the driver to handle, and for its own handler, while Ray starts.
+
+    Ray replaces the driver's handler. Its processes, which share the driver's process group, inherit a blocked signal:
+    `timeout`, `kill %1` and batch systems send SIGTERM to all of a job, and a step could not be finished without them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _killed_when_asked(processes: list[psutil.Process]) -> Iterator[None]:
+    """Around Ray's shutdown, which asks one process after the other by SIGTERM and waits a second for each: they have
+    that signal blocked, so each is killed as soon as it is asked.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            for process in processes:
+                if _sigterm_pending(process.pid):
+                    process.kill()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _sigterm_pending(pid: int) -> bool:
+    try:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(fields["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1)
+    except (OSError, KeyError):
+        return False
