@@ -129,3 +129,23 @@ def test_a_version_that_does_not_agree_is_marked():
     }
     assert "torch" in describe(found) and "<- does not agree" in describe(found)
     assert "gpu 0: H200, 139.8 GiB" in describe(found) and "no gpu" not in describe(found)
+
+
+# ------------------------------------------------------------------------------------------------------------ a run
+@pytest.mark.slow
+def test_an_offloaded_run_records_its_patches_resumes_and_trains_like_a_plain_one(monkeypatch, tmp_path):
+    from tests.short_runs import short_run
+
+    layout = ["layout.pp=2", "layout.ep=1", "cluster.gpus_per_node=2"]
+    plain = short_run(tmp_path / "plain", "trainer.steps=3", layout=layout)
+    monkeypatch.setenv(moe_patches.SWITCH, "hybrid_gradients")
+    offloaded = ["optimizer.offload_fraction=0.5", "checkpoint.optimizer_format=same_layout"]
+    short_run(tmp_path / "run", *offloaded, layout=layout)
+    workers = json.loads((tmp_path / "run" / "manifest.json").read_text())["workers"]
+    expected = {n: "disabled" if n == "hybrid_gradients" else "applied" for n in moe_patches.names()}
+    assert [workers[f"trainer_{rank}"]["patches"] for rank in range(2)] == [expected] * 2
+    resumed = short_run(tmp_path / "run", "trainer.steps=3", *offloaded, layout=layout)
+    assert [m["attempt"] for m in resumed.metrics] == [1, 1, 2]
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
+        got, wanted = ([m[name] for m in run.metrics] for run in (resumed, plain))
+        assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
