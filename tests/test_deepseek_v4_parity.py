@@ -160,8 +160,9 @@ def check_configs(examples: int) -> None:
         seen, left = seen + compared + left_out, left + left_out
         assert worst < 1e-4
         if not left_out:
-            # Some gradients of tiny models vanish exactly (one expert of one chosen): both then hold rounding alone.
-            assert max(gradient_deviation(pair, lengths, seed + 1, floor=1e-2)[0].values()) <= 1e-4
+            # Some gradients of tiny models vanish (one expert of one chosen has weight 1 whatever its score), and both
+            # sides hold rounding alone: a deviation of 3e-7 of the whole gradient, a few roundings in float32, is allowed.
+            assert max(gradient_deviation(pair, lengths, seed + 1, floor=3e-3)[0].values()) <= 1e-4
 
     check()
     print(f"{examples} configs, {seen} sequences, {left} left out")
