@@ -74,8 +74,11 @@ def train(
     directory = run_dir or Path("runs") / f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
         from moe_rl.trainer.inputs import read_inputs
+        from moe_rl.trainer.judging import Judge
 
-        print(describe(config, read_inputs(config, directory)))
+        inputs = read_inputs(config, directory)
+        with Judge(config):  # a verifier of the user's is imported only when it is started
+            print(describe(config, inputs))
         return
     from moe_rl.trainer.api import train as run_training
 

@@ -12,6 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moe_rl.config import Config
+from moe_rl.config.host import resolve_device
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.reshard.plan import make_plan
 from moe_rl.trainer.faults import collect
@@ -28,6 +29,7 @@ class Cluster:
 
     def __init__(self, config: Config, logs: Path) -> None:
         self.config, self.logs = config, logs
+        self.on_gpu = resolve_device(config.engine.device) == "cuda"
         self.workers: dict[str, Any] = {}
         self.group: Any = None
         self.session: Session | None = None
@@ -68,7 +70,7 @@ class Cluster:
 
     def _reserve(self) -> None:
         """One bundle for each worker, all or none: a run never starts on half of what it needs."""
-        gpu = {"GPU": 1} if self.config.engine.device == "cuda" else {}
+        gpu = {"GPU": 1} if self.on_gpu else {}
         world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
         bundles = [{"CPU": 1, **gpu} for _ in range(world)] + [{"CPU": 1} for _ in range(self.config.rollout.replicas)]
         self.group = placement_group(bundles, strategy="PACK")
@@ -84,16 +86,15 @@ class Cluster:
         """Start one worker process in its bundle; its output goes to logs/NAME.log."""
         log = self.logs / f"{name}.log"
         log.touch()
-        cuda = self.config.engine.device == "cuda"
         actor = (
             ray.remote(kind)
             .options(
                 name=name,
                 num_cpus=1,
-                num_gpus=1 if cuda and kind is TrainerWorker else 0,
+                num_gpus=1 if self.on_gpu and kind is TrainerWorker else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
-                runtime_env={"env_vars": {} if cuda else CPU_ENVIRONMENT},
+                runtime_env={"env_vars": {} if self.on_gpu else CPU_ENVIRONMENT},
             )
             .remote(str(log))
         )
