@@ -125,7 +125,8 @@ class Run:
     def shared_memory(self) -> set[Path]:
         """What this run left in shared memory, once its processes are gone: files that no process has mapped."""
         left = set(SHARED_MEMORY.iterdir()) - self.shared_before
-        return left - {Path(line) for line in mapped_files()} if left else left
+        used = mapped_inodes() if left else set()
+        return {path for path in left if path.exists() and path.stat().st_ino not in used}
 
     def clean(self) -> None:
         """End what is left and drop the temporary files: for a test's end, whatever happened in it."""
@@ -150,16 +151,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def mapped_files() -> set[str]:
-    """Files in shared memory that a living process uses."""
+def mapped_inodes() -> set[int]:
+    """Inodes of the files in shared memory that a living process uses. (A semaphore is mapped under another name.)"""
     found = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
-            found |= {
-                part for line in path.read_text().splitlines() if (part := line.split()[-1]).startswith("/dev/shm")
-            }
-        except (OSError, ValueError):
-            pass
+            lines = [line.split() for line in path.read_text().splitlines() if "/dev/shm/" in line]
+        except OSError:
+            continue
+        found |= {int(line[4]) for line in lines}
     return found
 
 

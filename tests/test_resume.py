@@ -102,7 +102,7 @@ def check_message(run: Run, rule: str) -> None:
     """One message, of this rule, on standard error."""
     text = run.stderr()
     print(text)
-    assert text.startswith("error: ") and text.count("error: ") == 1, text
+    assert text.startswith("error: ") and sum(line.startswith("error: ") for line in text.splitlines()) == 1, text
     assert f"[{rule}]" in text and "Traceback" not in text.split("its last lines")[0]
 
 

@@ -31,6 +31,7 @@ from moe_rl.errors import MoeRLError, RunFailed, UserError
 
 INTEGRITY = "integrity.json"
 PARTS = ("model", "optimizer", "extra")
+NEARLY_FULL = 64 << 20  # bytes free where a failed write is put down to a full disk: megatron-core hides the reason
 RESHARDABLE, SAME_LAYOUT = "reshardable", "same_layout"
 _SHARDING = {RESHARDABLE: "fully_reshardable", SAME_LAYOUT: "dp_reshardable"}
 
@@ -163,7 +164,7 @@ def verify(directory: str | Path, parallel: Parallel | None = None) -> None:
             "checkpoint.corrupt",
             "; ".join(wrong),
             "The file is not the one that was saved.",
-            "Resume from an older checkpoint.",
+            "Resume from an older checkpoint: --resume RUN/checkpoints/step_NNNNNN.",
         )
 
 
@@ -344,12 +345,15 @@ class _AllOrNone:
     def _as_ours(self, error: BaseException) -> MoeRLError:
         if isinstance(error, MoeRLError):
             return error
+        if isinstance(error, CheckpointException) and error.failures:
+            error = next(iter(error.failures.values()))[0]  # a rank's own, without the traceback around it
         reason = " ".join(f"{type(error).__name__}: {error}".split())[-300:]
         what = f"the checkpoint in {self.root} could not be {self.done}"
-        return RunFailed("checkpoint.io", what, reason, _free_space(self.root) if self.done == "written" else "")
-
-
-def _free_space(path: Path) -> str:
-    """What is free where `path` would lie: the usual reason for a save that fails."""
-    there = next(p for p in (path, *path.parents) if p.is_dir())
-    return f"{shutil.disk_usage(there).free / 2**30:.1f} GiB are free in {there}: make room, or write elsewhere."
+        if self.done != "written":
+            return RunFailed("checkpoint.io", what, reason)
+        there = next(p for p in self.root.parents if p.is_dir())
+        free = shutil.disk_usage(there).free
+        why = "The disk is full." if free < NEARLY_FULL else reason
+        return RunFailed(
+            "checkpoint.io", what, why, f"{free >> 20} MiB are free in {there}: make room, or write elsewhere."
+        )

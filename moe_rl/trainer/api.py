@@ -92,10 +92,7 @@ class GRPOTrainer:
             if self.run.is_used():
                 raise self._taken("--resume never starts afresh and would overwrite it.")
             return None
-        found = checkpoint_of(Path(resume))
-        if self.run.has_checkpoint() and found.parent != self.run.checkpoints:
-            raise self._taken(f"{found} belongs to another run, and its steps would be mixed with those.")
-        return found
+        return checkpoint_of(Path(resume))
 
     def _taken(self, why: str) -> UserError:
         fix = "Choose another --run-dir, or continue with --resume auto."
@@ -107,6 +104,8 @@ class GRPOTrainer:
             contents = list(self.config.checkpoint.contents)
             return RunState(model=self.arch, contents=contents, attempt=1 + self.run.attempts())
         state = read_state(self.checkpoint)
+        if self.run.has_checkpoint() and not self.checkpoint.parent.samefile(self.run.checkpoints):
+            raise self._taken(f"{self.checkpoint} belongs to another run, and its steps would be mixed with those.")
         verify(self.checkpoint)
         if state.model != self.arch:
             names = sorted(k for k in self.arch if state.model.get(k) != self.arch[k])
