@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from moe_rl.errors import UserError
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(ABC):
     """What the rest of the project may ask of a model family."""
 
     name: str
@@ -20,29 +21,29 @@ class Family:
     supports_tp: bool
     tp_reason: str
 
+    @abstractmethod
     def read_arch(self, path: str | Path) -> Any:
         """The architecture in `path`/config.json (UserError where it is missing or wrong)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def facts(self, arch: Any) -> dict[str, Any]:
         """The fields of `ModelFacts` that the architecture gives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
         """megatron-core's configuration; keys: tp pp vpp ep etp stages recompute dtype device and the chunk sizes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
         """One pipeline chunk, its parameters uninitialised."""
-        raise NotImplementedError
 
+    @abstractmethod
     def init_weights(self, chunk: Any, seed: int) -> None:
         """Fresh weights, the same in every layout."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weight_table(self, arch: Any) -> Any:
         """The weight map: released name <-> megatron-core name <-> transformers name."""
-        raise NotImplementedError
 
     def check_weights(self, path: str | Path) -> None:
         """Check the weight files in `path` against its config.json by their headers (UserError lists what is wrong)."""

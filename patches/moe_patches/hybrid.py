@@ -4,6 +4,7 @@ parameter itself, an fp32 copy of it, or a copy on the CPU."""
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -41,19 +42,20 @@ def bare_hybrid(**attributes: Any) -> Any:
     return Bare()
 
 
-class MethodPatch:
+class MethodPatch(ABC):
     """A ledger entry that wraps one method: subclasses give the class, the method and what stands in its place."""
 
     name: str
     method: str
     package = "megatron-core"
 
+    @abstractmethod
     def owner(self) -> Any:
-        raise NotImplementedError
+        """The class that has the method."""
 
+    @abstractmethod
     def replace(self, original: Callable) -> Callable:
         """The method that takes the place of `original`."""
-        raise NotImplementedError
 
     def applied(self) -> bool:
         return self.name in marks(getattr(self.owner(), self.method))
