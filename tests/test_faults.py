@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,3 +265,13 @@ def test_nothing_outlives_a_killed_driver_by_more_than_seconds(driver: Driver) -
     while (driver.others() or driver.path.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert driver.others() == [] and not driver.path.exists()
+
+
+def test_a_long_temporary_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's sockets would have paths that the kernel refuses."""
+    long = tmp_path / ("long" * 10)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    session = Session()
+    session.end()
+    assert session.path.parent == Path("/tmp") and not session.path.exists()

@@ -281,10 +281,18 @@ def test_a_full_disk_keeps_the_previous_checkpoint(full_disk: Run) -> None:
 
 
 # --------------------------------------------------------------------------------------------- what a checkpoint lacks
-def test_a_checkpoint_without_the_optimizer(start: Start, tmp_path: Path, full_disk: Run) -> None:
-    """The weights are the checkpoint's: the next step samples as the whole run does. The moments are not: the one after
-    does not."""
+def test_killed_before_the_first_checkpoint_and_then_without_the_optimizer(
+    start: Start, tmp_path: Path, full_disk: Run
+) -> None:
+    """With no checkpoint a run starts over. With one that holds no optimizer the weights are the checkpoint's: the next
+    step samples as the whole run does; the moments are not: the step after does not."""
     run_dir, partly = tmp_path / "run", "checkpoint.contents=[model,extra]"
+    run = start(run_dir, *ONE_RANK, partly)
+    run.wait_for(lambda: run.step() >= 1, "step 1")
+    run.process.kill()
+    run.seconds_until_gone(GONE_S)
+    assert not (run_dir / "checkpoints" / "latest").exists() and len(samples(run_dir)) >= 32
+
     run = start(run_dir, *ONE_RANK, partly)
     run.wait_for(lambda: (run_dir / "checkpoints" / "latest").is_file(), "the first checkpoint")
     run.process.kill()
@@ -295,18 +303,24 @@ def test_a_checkpoint_without_the_optimizer(start: Start, tmp_path: Path, full_d
     run.process.kill()
     print(run.stdout())
     assert "it holds no optimizer: the moments of the optimizer start from zero" in run.stdout()
-    for step, same in ((2, True), (3, True), (4, False)):
+    assert [(row["step"], row["attempt"]) for row in metrics(run_dir)][:4] == [(1, 2), (2, 2), (3, 3), (4, 3)]
+    for step, same in ((1, True), (2, True), (3, True), (4, False)):
         mine, theirs = ([s for s in samples(d) if s["step"] == step] for d in (run_dir, full_disk.run_dir))
         assert len(mine) == len(theirs) == 32 and (mine == theirs) is same, step
-    mine, theirs = (
-        {k: v for k, v in comparable(d)[2].items() if k[:6] != "actor/"} for d in (run_dir, full_disk.run_dir)
-    )
-    del mine["kl/old"], theirs["kl/old"]  # like the loss, it counts the update between the two minibatches
+    assert comparable(run_dir)[:2] == comparable(full_disk.run_dir)[:2]
+    mine, theirs = (unmoved(comparable(d)[2]) for d in (run_dir, full_disk.run_dir))
     assert mine == theirs
 
 
+def unmoved(row: dict[str, Any]) -> dict[str, Any]:
+    """What the update between a step's two minibatches does not change."""
+    return {k: v for k, v in row.items() if not k.startswith("actor/") and k != "kl/old"}
+
+
 # ------------------------------------------------------------------------------------------------------ damaged files
-def test_a_flipped_bit_in_a_shard_is_found_before_training(start: Start, tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_flipped_bit_in_a_shard_is_found_and_an_older_checkpoint_resumed(
+    start: Start, tmp_path: Path, uninterrupted: Path
+) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
     before = (run_dir / "metrics.jsonl").read_bytes()
@@ -321,6 +335,14 @@ def test_a_flipped_bit_in_a_shard_is_found_before_training(start: Start, tmp_pat
     check_documented("one bit of a shard has changed", run)
     check_nothing_left(run)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+    older = run_dir / "checkpoints" / "step_000008"
+    run = start(run_dir, *ONE_RANK, resume=str(older))
+    assert run.wait() == 0, run.stderr()
+    assert f"resuming from {older}: step 8, attempt 2" in run.stdout()
+    assert latest(run_dir).name == "step_000010" and damage(latest(run_dir)) == []
+    assert [(row["step"], row["attempt"]) for row in metrics(run_dir)] == [(i, 1 + (i > 8)) for i in range(1, 11)]
+    assert samples(run_dir)[: 8 * 32] == samples(uninterrupted)[: 8 * 32] and len(samples(run_dir)) == 10 * 32
 
 
 # ----------------------------------------------------------------------------------------- refused before any process
