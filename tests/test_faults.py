@@ -200,6 +200,7 @@ worker = ray.remote(Worker).options(name="trainer_0").remote()
 print(session.path, int(ray.cluster_resources()["CPU"]), ray.get(worker.process.remote()), flush=True)
 while not asked:
     time.sleep(0.01)
+time.sleep(4)  # what the signal ended would be gone by now
 print("asked", ray.get(worker.process.remote()), flush=True)
 session.end()
 """
