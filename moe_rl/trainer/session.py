@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ def _killed_when_asked(processes: list[psutil.Process]) -> Iterator[None]:
         while not over.wait(0.02):
             for process in processes:
                 if _sigterm_pending(process.pid):
-                    process.kill()
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
