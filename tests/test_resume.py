@@ -159,10 +159,10 @@ def check_tensorboard(run_dir: Path) -> None:
     assert [event.step for event in shown] == list(range(1, STEPS + 1))
 
 
-def moment(run: Run, name: str, first: int = 3, last: int = 8) -> None:
-    """Wait for a random moment of a random step from `first` to `last`."""
+def moment(run: Run, name: str, first: int = 3, last: int = 8, most: float = 1.0) -> None:
+    """Wait for a random moment in the first `most` of a random step from `first` to `last`."""
     draw = seeded(name)
-    step, share = draw.randint(first, last), draw.random()
+    step, share = draw.randint(first, last), draw.uniform(0.0, most)
     run.wait_inside(step, share)
     print(f"{name}: step {step}, after {share:.0%} of it; written: {run.step()}")
 
@@ -206,7 +206,7 @@ def test_trainer_killed_and_then_asked_to_stop(start: Start, tmp_path: Path, uni
 
     run = start(run_dir)
     run.wait_for(run.running, "its workers")
-    moment(run, "stop", first=run.step() + 1, last=STEPS - 1)
+    moment(run, "stop", first=run.step() + 1, last=STEPS - 1, most=0.5)  # well before the run is done
     done = run.step()
     os.killpg(run.process.pid, signal.SIGTERM)  # as timeout and batch systems do: to the whole group
     assert run.wait() == 75, run.stderr()
@@ -229,7 +229,7 @@ def test_rollout_killed_and_then_interrupted(start: Start, tmp_path: Path, unint
 
     run = start(run_dir)
     run.wait_for(run.running, "its workers")
-    moment(run, "interrupt", first=run.step() + 1, last=STEPS - 1)
+    moment(run, "interrupt", first=run.step() + 1, last=STEPS - 1, most=0.5)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     assert run.wait() == 130, run.stderr()
     assert "Traceback" not in run.stderr()
