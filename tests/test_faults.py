@@ -18,7 +18,7 @@ import ray
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.trainer.faults import REGISTER_S, collect, missing, tail
 from moe_rl.trainer.session import Session
-from tests.run_process import alive
+from tests.run_process import alive, seeded
 
 pytestmark = pytest.mark.slow
 
@@ -195,14 +195,16 @@ class Worker:
         import os
         return os.getpid()
 session = Session()
-session.start(num_cpus=3, log_to_driver=False, logging_level="ERROR", object_store_memory=100 * 2**20)
-worker = ray.remote(Worker).options(name="trainer_0").remote()
-print(session.path, int(ray.cluster_resources()["CPU"]), ray.get(worker.process.remote()), flush=True)
-while not asked:
-    time.sleep(0.01)
-time.sleep(4)  # what the signal ended would be gone by now
-print("asked", ray.get(worker.process.remote()), flush=True)
-session.end()
+try:
+    session.start(num_cpus=3, log_to_driver=False, logging_level="ERROR", object_store_memory=100 * 2**20)
+    worker = ray.remote(Worker).options(name="trainer_0").remote()
+    print(session.path, int(ray.cluster_resources()["CPU"]), ray.get(worker.process.remote()), flush=True)
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(4)  # what the signal ended would be gone by now
+    print("asked", ray.get(worker.process.remote()), flush=True)
+finally:
+    session.end()
 """
 
 
@@ -211,10 +213,17 @@ class Driver:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-c", DRIVER],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
+
+    def wait_until_ready(self) -> Driver:
         path, cpus, worker = self.read().split()
         self.path, self.cpus, self.worker = Path(path), int(cpus), int(worker)
+        return self
 
     def read(self) -> str:
         assert self.process.stdout is not None
@@ -236,7 +245,7 @@ def _session(pid: int) -> int:
 @pytest.fixture
 def driver(workers: Workers) -> Iterator[Driver]:
     """A second session, while that of `workers` runs."""
-    found = Driver()
+    found = Driver().wait_until_ready()
     yield found
     found.process.kill()
     found.process.wait()
@@ -266,6 +275,17 @@ def test_nothing_outlives_a_killed_driver_by_more_than_seconds(driver: Driver) -
     while (driver.others() or driver.path.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert driver.others() == [] and not driver.path.exists()
+
+
+def test_an_interrupt_while_ray_starts_ends_it_cleanly() -> None:
+    driver = Driver()
+    while len(driver.others()) < 5:  # Ray's servers: next this process connects to them
+        time.sleep(0.005)
+    time.sleep(seeded("interrupt").uniform(0.0, 1.0))
+    os.killpg(driver.process.pid, signal.SIGINT)
+    _, text = driver.process.communicate(timeout=60)
+    assert driver.process.returncode == -signal.SIGINT and "KeyboardInterrupt" in text, text
+    assert driver.others() == []
 
 
 def test_a_long_temporary_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Session:
 
     def start(self, **options: Any) -> None:
         """Start Ray; `options` go to `ray.init`."""
-        with _sigterm_for_the_driver():
+        with _signals_held():
             ray.init(address="local", include_dashboard=False, _temp_dir=str(self.path), **options)
 
     def end(self) -> None:
@@ -48,16 +48,18 @@ class Session:
 
 
 @contextmanager
-def _sigterm_for_the_driver() -> Iterator[None]:
-    """SIGTERM is for the driver to handle, and for its own handler, while Ray starts.
+def _signals_held() -> Iterator[None]:
+    """While Ray starts, SIGTERM and Ctrl-C wait; then they reach the handlers that were set before.
 
-    Ray replaces the driver's handler. Its processes, which share the driver's process group, inherit a blocked signal:
-    `timeout`, `kill %1` and batch systems send SIGTERM to all of a job, and a step could not be finished without them.
+    Ray replaces the driver's handler of SIGTERM. Its processes, which share the driver's process group, inherit the blocked
+    signals: `timeout`, `kill %1` and batch systems send SIGTERM to all of a job, and a step could not be finished without
+    them. An interrupt in the middle of `ray.init` can end the driver by a segmentation fault (Ray 2.60).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         yield
     finally:
