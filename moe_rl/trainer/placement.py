@@ -16,7 +16,7 @@ from moe_rl.config.host import resolve_device
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.reshard.plan import make_plan
 from moe_rl.trainer.faults import collect
-from moe_rl.trainer.session import Session
+from moe_rl.trainer.session import Session, signals_held
 from moe_rl.trainer.worker import OptimizerStep, RolloutWorker, Sequences, TrainerWorker
 
 START_S = 600.0
@@ -40,7 +40,8 @@ class Cluster:
         quiet: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR")
         try:
             if address := os.environ.get("RAY_ADDRESS"):
-                ray.init(address=address, **quiet)
+                with signals_held():
+                    ray.init(address=address, **quiet)
             else:
                 self.session = Session()
                 store = int(self.config.cluster.object_store_gib * 2**30)
@@ -49,7 +50,10 @@ class Cluster:
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             self.__exit__()
             raise RunFailed(
-                "ray.start", f"Ray did not start: {error}", "", "Check memory, /dev/shm and RAY_ADDRESS."
+                "ray.start",
+                f"Ray did not start: {error}",
+                "",
+                "Check memory, /dev/shm and RAY_ADDRESS; a cluster with a token asks for RAY_AUTH_MODE=token.",
             ) from error
         except BaseException:
             self.__exit__()

@@ -37,7 +37,7 @@ class Session:
 
     def start(self, **options: Any) -> None:
         """Start Ray; `options` go to `ray.init`."""
-        with _signals_held():
+        with signals_held():
             ray.init(address="local", include_dashboard=False, _temp_dir=str(self.path), **options)
 
     def end(self) -> None:
@@ -48,7 +48,7 @@ class Session:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """While Ray starts, SIGTERM and Ctrl-C wait; then they reach the handlers that were set before.
 
     Ray replaces the driver's handler of SIGTERM. Its processes, which share the driver's process group, inherit the blocked
