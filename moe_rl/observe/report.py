@@ -122,6 +122,7 @@ def _summary(rows: Rows) -> list[tuple[str, str]]:
         ("tokens/per_second, mean", extreme("tokens/per_second", _mean)),
         ("memory/host_peak_gib", extreme("memory/host_peak_gib", max)),
         ("memory/gpu_peak_gib", extreme("memory/gpu_peak_gib", max)),
+        ("memory/gpu_reserved_peak_gib", extreme("memory/gpu_reserved_peak_gib", max)),
     ]
 
 

@@ -240,6 +240,7 @@ class Loop:
             "sync/seconds": sync,
             "sync/gbps": moved * 8 / sync / 1e9,
             "memory/gpu_peak_gib": max(m["gpu"] for m in memory.values()),
+            "memory/gpu_reserved_peak_gib": max(m["gpu_reserved"] for m in memory.values()),
             "memory/host_peak_gib": sum(m["host"] for m in memory.values()),
             "tokens/per_second": sum(s.length for s in samples) / seconds,
             "time/wall": self.state.wall_s,

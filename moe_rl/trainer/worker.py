@@ -63,14 +63,15 @@ class Worker:
         }
 
     def peak_memory_gib(self) -> dict[str, float]:
-        """Peak host memory of this process, and of its GPU where it has one, in GiB."""
+        """Peak host memory of this process, and of what it allocated and reserved of its GPU (0 without one), in GiB."""
         import resource
 
         import torch
 
-        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "gpu": 0.0}
+        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "gpu": 0.0, "gpu_reserved": 0.0}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             peak["gpu"] = torch.cuda.max_memory_allocated() / 2**30
+            peak["gpu_reserved"] = torch.cuda.max_memory_reserved() / 2**30
         return peak
 
 
