@@ -148,7 +148,7 @@ def _reloaded(rank: int, world: int, port: int) -> dict:
 
 def test_a_reload_is_patched_anew():
     out = run_ranks(_reloaded, 1)[0]
-    distributed = {"no_grad_main_params", "optimizer_states", "hybrid_reload"}
+    distributed = {"no_grad_main_params", "optimizer_states", "hybrid_reload", "fused_masters"}
     assert out["clip_grads"] == ({"dtype_safe_gradients"}, {"applied"}, False)
     assert out["optimizer"] == (set(), {"applied"}, False)
     assert out["distrib_optimizer"] == (distributed, {"applied"}, False)
@@ -231,15 +231,26 @@ def _upstream_fixed(rank: int, world: int, port: int) -> dict:
 
     def read(self, param):
         main = self.optimizer.param_groups[0]["params"][0]
-        return {"param": main, "exp_avg": self.optimizer.state[main]["exp_avg"]}
+        state = self.optimizer.state[main]
+        if "exp_avg" not in state:  # FusedAdam with remainders
+            return {"param": (main.float().view(torch.int32) + state["master_param"]).view(torch.float32)}
+        return {"param": main, "exp_avg": state["exp_avg"]}
 
     def write(self, param, tensors):
         main = self.optimizer.param_groups[0]["params"][0]
+        if "exp_avg" not in tensors:
+            remainder = tensors["param"].view(torch.int32) - main.float().view(torch.int32)
+            self.optimizer.state[main]["master_param"].copy_(remainder)
+            return
         for target, key in ((main, "param"), (self.optimizer.state[main]["master_param"], "param")):
             target.copy_(tensors[key])
         self.optimizer.state[main]["exp_avg"].copy_(tensors["exp_avg"])
 
     def reload(self, state_dict=None):
+        if not hasattr(self, "model_float16_groups"):
+            for state in self.optimizer.state.values():
+                state["master_param"].zero_()
+            return
         for model, main in zip(self.model_float16_groups[0], self.shard_fp32_from_float16_groups[0], strict=True):
             main.copy_(model)
             self.optimizer.param_to_inner_param[main].copy_(main)

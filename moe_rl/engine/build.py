@@ -117,9 +117,19 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> An
     for part in optimizer.chained_optimizers:  # so that a checkpoint saved before the first step has its states
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _allocate_states(part.optimizer)
+        elif o.precision_aware:
+            _allocate_fused_states(part.optimizer)
         else:
             part.init_state_fn(part.optimizer, part.config)
     return optimizer
+
+
+def _allocate_fused_states(fused: Any) -> None:
+    """Moments of zero and the masters of Transformer Engine's FusedAdam; megatron-core's own function for it lacks the
+    second argument that FusedAdam asks for, and ends in a TypeError."""
+    for group in fused.param_groups:
+        for param in group["params"]:
+            fused.initialize_state(param, fused.store_param_remainders and param.dtype == torch.bfloat16)
 
 
 def _allocate_states(hybrid: HybridDeviceOptimizer) -> None:

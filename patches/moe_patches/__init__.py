@@ -19,6 +19,7 @@ _lock = threading.Lock()
 
 def patches() -> list[Patch]:
     """Every patch of the ledger, in the order in which they are applied. Imports torch, and no target."""
+    from .fused_masters import FusedMasters
     from .grad_dtypes import DtypeSafeGradients
     from .hybrid_gradients import HybridGradients
     from .hybrid_masters import HybridMasters
@@ -33,6 +34,7 @@ def patches() -> list[Patch]:
         OptimizerStates(),
         HybridReload(),
         HybridGradients(),
+        FusedMasters(),
     ]
 
 
