@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+bench_app = typer.Typer(help="Measurements, of real runs.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over all others.")
@@ -141,6 +143,32 @@ def doctor(
 
     found = examine(load_config(None, overrides or ()))
     print(json.dumps(found, indent=1) if as_json else describe_installation(found))
+
+
+@bench_app.command("optimizer")
+def bench_optimizer(
+    recipe: Annotated[
+        str, typer.Argument(help="As for train; a KEY=VALUE here belongs to the overrides.")
+    ] = "dsv4-tiny",
+    overrides: Overrides = None,
+    task: Annotated[str, typer.Option(help="What is trained: grpo.")] = "grpo",
+    cases: Annotated[
+        str | None, typer.Option(metavar="NAME,...|all", help="Cases of the matrix; default: a choice of them.")
+    ] = None,
+    max_step: Annotated[int | None, typer.Option(help="Steps of a case at most; default: the recipe's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the results; default: a new one in runs/.")] = None,
+    case_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A case that takes longer is ended.")] = 3600,
+    hw: Hardware = None,
+    file: Files = None,
+) -> None:
+    """GRPO under each way to hold the optimizer: sharding x offload x precision, each case a run of its own."""
+    from moe_rl.bench.optimizer import benchmark
+
+    if "=" in recipe and not Path(recipe).is_file():
+        recipe, overrides = "dsv4-tiny", [recipe, *(overrides or [])]
+    options: dict[str, Any] = dict(hw=hw, files=file or (), task=task, cases=cases, max_step=max_step, out=out)
+    _, interrupted = benchmark(recipe, overrides or (), **options, case_timeout_s=case_timeout)
+    raise typer.Exit(EXIT_INTERRUPTED if interrupted else EXIT_DONE)
 
 
 @app.command()

@@ -1,10 +1,10 @@
-"""The curves of a run as PNG images: one panel for each question a reader has, drawn from the keys that are there."""
+"""The curves of a run, or of several beside each other, as PNG images, drawn from the keys that are there."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,35 @@ def draw(rows: Rows) -> dict[str, tuple[str, bytes]]:
     return images
 
 
-def _figure(title: str, unit: str) -> tuple[Any, Any]:
+def compare(runs: Mapping[str, Rows], keys: Sequence[str]) -> bytes:
+    """One image of several runs: a panel for each key that any of them has other than zero, a line for each run.
+
+    Runs that agree hide each other, so a later one is drawn thinner and dashed over the earlier ones.
+    """
+    shown = [key for key in keys if any(any(series(rows, key)[1]) for rows in runs.values())]
+    columns, lines = min(2, len(shown)) or 1, -(-len(shown) // 2) or 1
+    figure = _canvas(5.6 * columns, 3.2 * lines + 0.25 * -(-len(runs) // columns))
+    for place, key in enumerate(shown, 1):
+        axes = _axes(figure, key, "", (lines, columns, place))
+        for i, (name, rows) in enumerate(runs.items()):
+            width = 3.0 - 2.0 * i / max(len(runs) - 1, 1)
+            axes.plot(*series(rows, key), label=name, color=f"C{i}", linewidth=width, linestyle="--" if i else "-")
+    if shown:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=8)
+    return _png(figure)
+
+
+def _canvas(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state of pyplot
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.6, 3.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    return figure
+
+
+def _axes(figure: Any, title: str, unit: str, place: tuple[int, int, int] = (1, 1, 1)) -> Any:
+    axes = figure.add_subplot(*place)
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
@@ -73,7 +95,12 @@ def _figure(title: str, unit: str) -> tuple[Any, Any]:
     axes.set_axisbelow(True)
     axes.ticklabel_format(axis="y", useOffset=False)  # 0.9999, not 1 and an offset
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return figure, axes
+    return axes
+
+
+def _figure(title: str, unit: str) -> tuple[Any, Any]:
+    figure = _canvas(5.6, 3.2)
+    return figure, _axes(figure, title, unit)
 
 
 def _png(figure: Any) -> bytes:
