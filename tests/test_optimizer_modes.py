@@ -110,12 +110,29 @@ def _train(rank: int, world: int, port: int, path: str, directory: str, modes: l
     return results
 
 
+def _gradients_on_the_device(engine: Any) -> list[Any]:
+    """Gradients that a step left beside the buffers, those of copies on the CPU left out: they are pinned for good."""
+    found = []
+    for part in engine.optimizer.chained_optimizers:
+        inner = part.optimizer
+        hybrid = hasattr(inner, "param_to_inner_param")
+        pairs = (
+            inner.param_to_inner_param.items() if hybrid else ((p, p) for g in inner.param_groups for p in g["params"])
+        )
+        for param, used in pairs:
+            own = hybrid and param in inner.gpu_params_map_cpu_copy
+            found += [g for g in (param.grad, getattr(param, "decoupled_grad", None)) if g is not None]
+            found += [used.grad] if used.grad is not None and not own else []
+    return found
+
+
 def _save(rank: int, world: int, port: int, path: str, directory: str, modes: list[Mode]) -> list[dict]:
     """For each mode: steps, a save, more steps."""
     results = []
     for i, keys in enumerate(modes):
         engine = _engine(rank, world, f"file://{directory}/{i}-save", path, keys)
         out = {"start": _steps(engine, BEFORE)}
+        assert not _gradients_on_the_device(engine)
         engine.save(f"{directory}/{i}")
         results.append(out | {"digest": engine.digest(), "next": _steps(engine, AFTER), "end": engine.digest()})
         engine.close()

@@ -134,12 +134,12 @@ class Engine:
         lr = scheduled_rate(self.config, self.steps) if lr is None else lr
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         loss, sums = step.accumulate_gradients(
             self._wrapped, micro_batches, loss_fn, self.parallel, temperature=temperature
         )
         build.set_hyperparameters(self.optimizer, self.config, lr)
         _, grad_norm, _ = self.optimizer.step()
+        build.drop_gradients(self.optimizer)
         self.steps += 1
         if not math.isfinite(loss) or not math.isfinite(float(grad_norm)):
             raise RunFailed(
