@@ -1,0 +1,145 @@
+"""What a checkpoint directory holds, by its file headers alone. Torch-free, seconds for any size.
+
+A safetensors file starts with the length of a JSON header (8 bytes, little endian); the header gives dtype, shape and
+byte range of each tensor, and the data follow (https://github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_rl.errors import UserError
+from moe_rl.models.wire import SIZES
+
+INDEX = "model.safetensors.index.json"
+DIST_MARKS = (".metadata", "metadata.json")  # of torch's distributed checkpoints, and megatron-core's beside it
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies: file name within the directory, safetensors dtype name, shape, first byte in the file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+
+def recognise(path: str | Path) -> str:
+    """What weights `path` holds, by content: "safetensors", "dist" (a megatron dist-checkpoint) or "" (none).
+
+    Raises:
+        UserError: it is no directory, or holds both kinds.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise UserError("model.path", f"{root} is not a directory", "it should hold a checkpoint", "set model.path")
+    tensors = (root / INDEX).is_file() or any(root.glob("*.safetensors"))
+    dist = all((root / mark).is_file() for mark in DIST_MARKS)
+    if tensors and dist:
+        raise broken(
+            root, [f"it holds *.safetensors files and a dist-checkpoint ({DIST_MARKS[0]}): which is the model?"]
+        )
+    return "safetensors" if tensors else "dist" if dist else ""
+
+
+def read_headers(path: str | Path) -> dict[str, Stored]:
+    """Name -> place of every tensor in a checkpoint directory, from the headers alone (no torch, no tensor data).
+
+    Raises:
+        UserError: no weight files, a file the index names is missing, a header that is not one, a truncated file, a
+            tensor in two files, an index that says otherwise than the files. All such problems in one.
+    """
+    root = Path(path)
+    stored: dict[str, Stored] = {}
+    problems: list[str] = []
+    files, index = _weight_files(root)
+    for file in files:
+        try:
+            header = _read_header(root / file)
+        except ValueError as error:
+            problems.append(f"{file} {error}")
+            index = {name: place for name, place in index.items() if place != file}
+            continue
+        for name, entry in header.items():
+            if name in stored:
+                problems.append(f"{name} is both in {stored[name].file} and in {file}")
+            stored[name] = entry
+    if index:
+        problems += [f"{n} is not in {f}, where {INDEX} puts it" for n, f in sorted(index.items()) if n not in stored]
+        problems += [
+            f"{n} is in {stored[n].file}, but {INDEX} puts it in {f}"
+            for n, f in sorted(index.items())
+            if n in stored and stored[n].file != f
+        ]
+        problems += [f"{n} is in {s.file}, but not in {INDEX}" for n, s in stored.items() if n not in index]
+    if problems:
+        raise broken(root, problems)
+    return stored
+
+
+def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:
+    """File names of the weights, and the index (name -> file) where there is one; else all safetensors files."""
+    if not root.is_dir():
+        raise UserError("model.path", f"{root} is not a directory", "it should hold a checkpoint", "set model.path")
+    index = root / INDEX
+    if not index.is_file():
+        files = sorted(file.name for file in root.glob("*.safetensors") if file.is_file())
+        if not files:
+            raise broken(root, ["no *.safetensors file"])
+        return files, {}
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        if not all(isinstance(file, str) for file in files):
+            raise TypeError("weight_map names a file by what is no text")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise broken(root, [f"{INDEX} is not an index ({error})"]) from None
+    if not files:
+        raise broken(root, [f"{INDEX} names no file"])
+    outside = [f"{INDEX} names {file}, which is no file name" for file in files if Path(file).name != file]
+    missing = [f"{file} is missing, {INDEX} names it" for file in files if not (root / file).is_file()]
+    if outside or missing:
+        raise broken(root, outside or missing)
+    return files, weight_map
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    """One file's header; ValueError (to follow the file's name) when the file is not whole."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER, size - 8):
+            raise ValueError(f"is truncated or not safetensors: {size} bytes cannot hold its header")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            places = {n: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()}
+            end = max((stop for _, _, _, stop in places.values()), default=0)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"has a damaged header ({type(error).__name__}: {error})") from None
+    if size != 8 + length + end:
+        verb = "is truncated" if size < 8 + length + end else "is too long"
+        raise ValueError(f"{verb}: {size} bytes, its header speaks of {8 + length + end}")
+    for name, (dtype, shape, start, stop) in places.items():
+        if dtype in SIZES and stop - start != SIZES[dtype] * math.prod(shape):
+            raise ValueError(f"has a damaged header: {name} of shape {list(shape)} takes {stop - start} bytes")
+    return {n: Stored(file.name, dtype, shape, 8 + length + start) for n, (dtype, shape, start, _) in places.items()}
+
+
+def listed(kind: str, names: list[str]) -> list[str]:
+    """One line for all tensors of a kind of problem."""
+    return [f"{len(names)} {kind}: {', '.join(names)}"] if names else []
+
+
+def broken(root: Path, problems: list[str]) -> UserError:
+    """One error for everything that is wrong with a checkpoint."""
+    return UserError(
+        "model.weights",
+        f"the checkpoint {root} cannot be used:\n    " + "\n    ".join(problems),
+        "the model would start from weights other than the ones it was given",
+        "download or copy the checkpoint again, or point model.path at the one this config.json belongs to",
+    )

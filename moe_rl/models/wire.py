@@ -1,0 +1,166 @@
+"""How released checkpoints store a weight: as it is, or as FP8 or MXFP4 with block scales beside it. Torch-free.
+
+FP8: `X.weight` F8_E4M3 [out, in] and `X.scale` [ceil(out/128), ceil(in/128)], one scale for a block of 128 x 128.
+MXFP4: `X.weight` bytes [out, in/2], two E2M1 codes each, low nibble first, and `X.scale` F8_E8M0 [out, in/32], one scale
+for 32 values of a row (OCP Microscaling Formats, v1.0). Names and dtypes are those that vLLM's DeepSeek-V4 loader reads;
+checkpoints with FP4 experts have E8M0 scales throughout, those with FP8 experts float32 ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from moe_rl.models.weights import BY_SAFETENSORS_NAME, DTYPES, Entry, TensorSpec, WeightTable
+
+FP8_BLOCK, MXFP4_BLOCK = 128, 32
+FP8, E8M0, BYTES = "F8_E4M3", "F8_E8M0", ("I8", "U8")
+SCALES = (E8M0, "F32")
+SIZES = {d.safetensors: d.size for d in DTYPES.values()} | {FP8: 1, E8M0: 1, "I8": 1, "U8": 1}
+
+
+class Placed(Protocol):
+    """What a header says of a tensor."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Piece(NamedTuple):
+    """One tensor on disk; `dtype` is safetensors' name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one checkpoint stores the rows that its family quantises.
+
+    `linears` and `experts` are "fp8", "mxfp4" or "" (as they are) for the rows marked fp8 and mxfp4; `scale` is the dtype
+    of the FP8 blocks' scales, `packed` that of the MXFP4 bytes.
+    """
+
+    linears: str = ""
+    experts: str = ""
+    scale: str = E8M0
+    packed: str = "I8"
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self.linears or self.experts)
+
+    def kind(self, entry: Entry) -> str:
+        """How an entry is stored: "", "fp8" or "mxfp4"."""
+        return {"": "", "fp8": self.linears, "mxfp4": self.experts}[entry.row.quant]
+
+    def pieces(self, entry: Entry) -> tuple[Piece, ...]:
+        """The tensors on disk of an entry, the weight first."""
+        kind, shape = self.kind(entry), entry.spec.shape
+        if not kind:
+            return (Piece(entry.name, DTYPES[entry.spec.dtype].safetensors, shape),)
+        rows, columns = shape
+        if kind == "fp8":
+            blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+            return Piece(entry.name, FP8, shape), Piece(scale_name(entry.name), self.scale, blocks)
+        return (
+            Piece(entry.name, self.packed, (rows, -(-columns // 2))),
+            Piece(scale_name(entry.name), E8M0, (rows, -(-columns // MXFP4_BLOCK))),
+        )
+
+    @classmethod
+    def of(cls, table: WeightTable, stored: Mapping[str, Placed]) -> Wire:
+        """What a checkpoint's headers show: how most of the rows of each kind are stored, if any is quantised at all."""
+        seen: dict[str, Counter[str]] = {"fp8": Counter(), "mxfp4": Counter()}
+        scales: Counter[str] = Counter()
+        for entry in table.entries:
+            if entry.row.quant and entry.name in stored:
+                dtype = stored[entry.name].dtype
+                seen[entry.row.quant][dtype] += 1
+                scale = stored.get(scale_name(entry.name))
+                if dtype == FP8 and scale is not None:
+                    scales[scale.dtype] += 1
+        scale = max((s for s in scales if s in SCALES), key=scales.__getitem__, default=E8M0)
+        packed = max((b for b in BYTES if seen["mxfp4"][b]), key=seen["mxfp4"].__getitem__, default="I8")
+        forms = {}
+        for quant, dtypes in seen.items():
+            fp8, mxfp4 = dtypes[FP8], sum(dtypes[b] for b in BYTES)
+            forms[quant] = "" if not fp8 + mxfp4 else "fp8" if fp8 >= mxfp4 else "mxfp4"
+        return cls(forms["fp8"], forms["mxfp4"], scale, packed)
+
+    @classmethod
+    def released(cls, config: Mapping[str, Any]) -> Wire:
+        """The form that a parsed `config.json` asks for: MXFP4 experts, unless its `expert_dtype` is "fp8"."""
+        fp8 = config.get("expert_dtype") == "fp8"
+        return cls("fp8", "fp8" if fp8 else "mxfp4", "F32" if fp8 else E8M0)
+
+    def config(self) -> dict[str, Any]:
+        """The keys of `config.json` that tell vLLM and transformers of this form."""
+        if not self.quantised:
+            return {}
+        scheme: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+        scheme |= {"scale_fmt": "ue8m0"} if self.scale == E8M0 else {}
+        scheme |= {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+        return {"quantization_config": scheme, "expert_dtype": "fp4" if self.experts == "mxfp4" else "fp8"}
+
+
+PLAIN = Wire()
+
+
+def scale_name(weight: str) -> str:
+    """`X.weight` -> `X.scale`."""
+    return weight.removesuffix("weight") + "scale"
+
+
+def mismatches(table: WeightTable, stored: Mapping[str, Placed], wire: Wire) -> Iterator[tuple[str, str]]:
+    """(kind of problem, tensor with its file) for whatever a checkpoint's headers and the model do not have in common."""
+    taken: set[str] = set()
+    for entry in table.entries:
+        pieces = wire.pieces(entry)
+        weight = stored.get(entry.name)
+        for piece in pieces:
+            taken.add(piece.name)
+            place = stored.get(piece.name)
+            if place is None:
+                beside = (
+                    f" ({entry.name} is in {weight.file})" if weight is not None and piece.name != entry.name else ""
+                )
+                yield "missing", piece.name + beside
+                continue
+            if not _fits(place.dtype, piece.dtype, bool(wire.kind(entry))):
+                yield "of another dtype", f"{piece.name} is {place.dtype}, not {piece.dtype} ({place.file})"
+            elif place.shape != piece.shape:
+                padding = _padding(entry.spec, place.shape, table)
+                yield (
+                    "of another shape",
+                    f"{piece.name} is {list(place.shape)}, not {list(piece.shape)} ({place.file}){padding}",
+                )
+    for name in sorted(stored.keys() - taken):
+        if not name.startswith(table.ignored):
+            owner = name.removesuffix("scale") + "weight"
+            why = f", which {'is not there' if owner not in stored else 'is not quantised'}" if owner != name else ""
+            beside = f", the scale of {owner}{why}" if name.endswith(".scale") and owner in taken else ""
+            yield "not a tensor of this model", f"{name} ({stored[name].file}{beside})"
+
+
+def _fits(found: str, wanted: str, quantised: bool) -> bool:
+    """Quantised tensors have one dtype; of others the kind counts, for they are converted when read."""
+    if quantised:
+        return found == wanted
+    known = BY_SAFETENSORS_NAME.get(found)
+    return known is not None and known.integer == BY_SAFETENSORS_NAME[wanted].integer
+
+
+def _padding(spec: TensorSpec, found: tuple[int, ...], table: WeightTable) -> str:
+    """Says so where the rows beyond the vocabulary are padding."""
+    vocab = table.sizes(None).get("vocab")
+    if vocab and len(found) == len(spec.shape) and spec.shape[0] == vocab < found[0] and found[1:] == spec.shape[1:]:
+        return f": {found[0] - vocab} rows of padding beyond vocab_size {vocab}"
+    return ""
