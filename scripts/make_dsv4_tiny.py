@@ -25,6 +25,7 @@ from moe_rl.data.tokenizer import load_tokenizer
 from moe_rl.grpo.batching import micro_batches
 from moe_rl.models.family import get_family
 from moe_rl.models.load import save_released
+from moe_rl.models.weights import torch_dtype
 from moe_rl.reshard.transport import unpack
 from moe_rl.trainer.placement import Cluster, TrainerGroup
 from moe_rl.trainer.worker import Sequences
@@ -182,9 +183,13 @@ def train(work: Path, corpus: list[str], steps: int, batch: int, lr: float, seed
             stats = trainer.update(examples, cuts, temperature=1.0, supervised=True)
             if step % 20 == 0 or step == steps:
                 print(f"step {step}: loss {stats.loss:.4f}, gradient norm {stats.grad_norm:.3f}", flush=True)
-        dtypes = {tensor.name: tensor.dtype for tensor in trainer.owned() if tensor.rank == 0}
-        packets = trainer.send(0, dtypes)
-        return {item.name: value for packet in packets for item, value in unpack(packet)}
+        owned = [tensor for tensor in trainer.owned() if tensor.rank == 0]
+        packets = trainer.send(0, [tensor.box for tensor in owned], {tensor.name: tensor.dtype for tensor in owned})
+        tensors = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in owned}
+        for packet in packets:
+            for item, value in unpack(packet):
+                tensors[item.name][item.box.index] = value
+        return tensors
 
 
 def main() -> None:

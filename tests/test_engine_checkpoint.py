@@ -149,7 +149,13 @@ def _write_released(rank: int, world: int, port: int, path: str, target: str) ->
     engine = _engine(rank, world, port, path, {})
     _steps(engine, 1)
     table = engine.family.weight_table(engine.arch)
-    save_released(target, engine.weights().items(), table, read_config(path), dtype="fp32")
+    save_released(
+        target,
+        [(name, part.view) for name, (part,) in engine.weights().items()],
+        table,
+        read_config(path),
+        dtype="fp32",
+    )
     out = {"digest": engine.digest()}
     engine.close()
     return out

@@ -19,6 +19,7 @@ from moe_rl.errors import RunFailed
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import transformers_views, weight_table
 from moe_rl.models.digest import CHUNK, digest, digest_all
+from moe_rl.models.weights import Box, whole_parts
 from moe_rl.reshard.plan import Held, Owned, Transfer, make_plan
 from moe_rl.reshard.receive import Receiver
 from moe_rl.reshard.transport import Packet, pack, unpack
@@ -146,7 +147,8 @@ def test_every_held_tensor_comes_once_from_an_owner(ranks, receivers, ep, rng):
     plan = make_plan(owned, held)
     owners = {(o.rank, o.name) for o in owned}
     arrivals = Counter()
-    for source, receiver, names, nbytes in plan.transfers:
+    for source, receiver, boxes, nbytes in plan.transfers:
+        names = [box.name for box in boxes]
         assert all((source, name) in owners for name in names)
         assert nbytes == sum(h.nbytes for h in held if h.receiver == receiver and h.name in names)
         arrivals.update((receiver, name) for name in names)
@@ -179,7 +181,7 @@ def test_a_receiver_has_one_peer_per_set_of_owners_when_receivers_outnumber_owne
 
 def test_bytes_are_those_of_the_receivers_dtype():
     plan = make_plan([Owned(0, "a", (10,), "fp32")], [Held(0, "a", (10,), "bf16")])
-    assert plan.transfers == (Transfer(0, 0, ("a",), 20),)
+    assert plan.transfers == (Transfer(0, 0, (Box("a", (0,), (10,)),), 20),)
 
 
 def test_summary_in_words():
@@ -254,8 +256,9 @@ def live():
 
 
 def packets(source, receiver, version=1, names=None, **kwargs):
-    dtypes = {h.name: h.dtype for h in receiver.holdings(0)}
-    return list(pack(source, names or list(source), dtypes, version=version, source=3, **kwargs))
+    parts, dtypes = whole_parts(source), {h.name: h.dtype for h in receiver.holdings(0)}
+    boxes = [parts[n][0].box(n) if n in parts else Box(n, (), ()) for n in names or source]
+    return list(pack(parts, boxes, dtypes, version=version, source=3, **kwargs))
 
 
 def send(source, receiver, version=1, names=None):
@@ -265,7 +268,7 @@ def send(source, receiver, version=1, names=None):
 
 
 def test_an_update_arrives_in_the_receivers_dtypes(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     assert receiver.version == -1
     send(source, receiver)
     assert receiver.version == 1
@@ -275,7 +278,7 @@ def test_an_update_arrives_in_the_receivers_dtypes(source, live):
 
 
 def test_packets_are_bounded_and_survive_pickling_with_buffers_out_of_band(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     small = packets(source, receiver, limit=128)
     assert len(small) > 1 and all(p.buffer.nbytes <= 128 or len(p.items) == 1 for p in small)
     for packet in small:
@@ -288,7 +291,7 @@ def test_packets_are_bounded_and_survive_pickling_with_buffers_out_of_band(sourc
 
 
 def test_a_packet_is_a_snapshot(source, live):
-    packet = packets(source, Receiver(live), names=["odd"])[0]
+    packet = packets(source, Receiver(whole_parts(live)), names=["odd"])[0]
     before = source["odd"].clone()
     source["odd"].zero_()
     [(item, tensor)] = unpack(packet)
@@ -296,7 +299,7 @@ def test_a_packet_is_a_snapshot(source, live):
 
 
 def test_a_corrupted_byte_is_found(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     for packet in packets(source, receiver):
         item = next(i for i in packet.items if i.name == "half")
         packet.buffer[item.offset + 13] ^= 1
@@ -307,7 +310,7 @@ def test_a_corrupted_byte_is_found(source, live):
 
 
 def test_corruption_after_the_copy_is_found(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     for packet in packets(source, receiver):
         receiver.stage(packet)
     live["odd"][1] += 1e-7 * live["odd"][1].abs() + 1e-7
@@ -318,13 +321,13 @@ def test_corruption_after_the_copy_is_found(source, live):
 def test_two_names_on_one_memory_are_found(source, live):
     live["w"] = torch.zeros(6, 4)
     live["half"] = live["w"][2:]
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     with pytest.raises(RunFailed, match="differ from what was sent: (half|w)"):
         send(source, receiver)
 
 
 def test_a_missing_tensor_is_named(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     for packet in packets(source, receiver, names=["w", "half", "odd"]):
         receiver.stage(packet)
     with pytest.raises(RunFailed, match="2 tensors never arrived: scalar, table"):
@@ -333,7 +336,7 @@ def test_a_missing_tensor_is_named(source, live):
 
 
 def test_a_tensor_outside_the_plan_is_named(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     send(source, receiver)
     for packet in packets(source, receiver, 2, ["w", "odd"]):
         receiver.stage(packet)
@@ -343,7 +346,7 @@ def test_a_tensor_outside_the_plan_is_named(source, live):
 
 @pytest.mark.parametrize("fault", ["twice", "stale", "shape", "dtype", "unknown", "index"])
 def test_a_bad_packet_is_refused_and_the_engine_stays_shut(source, live, fault):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     send(source, receiver, version=4)
     good = packets(source, receiver, 5, ["odd"])[0]
     item = good.items[0]
@@ -358,7 +361,7 @@ def test_a_bad_packet_is_refused_and_the_engine_stays_shut(source, live, fault):
         "index": item._replace(name="scalar", offset=64),
     }[fault]
     if fault in ("shape", "dtype"):
-        receiver = Receiver(live)
+        receiver = Receiver(whole_parts(live))
     bad = Packet(4 if fault == "stale" else 5, 3, (changed,), good.buffer)
     match = {
         "twice": "odd arrived twice",
@@ -380,7 +383,7 @@ def test_a_bad_packet_is_refused_and_the_engine_stays_shut(source, live, fault):
 
 
 def test_what_did_not_change_may_be_left_out_of_a_later_update(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     with pytest.raises(RunFailed, match="have not been received"):
         send(source, receiver, 1, ["w"])
     send(source, receiver, 1)
@@ -390,7 +393,7 @@ def test_what_did_not_change_may_be_left_out_of_a_later_update(source, live):
 
 
 def test_an_update_that_was_never_finished_leaves_nothing_trusted(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     send(source, receiver)
     for packet in packets(source, receiver, 2, ["odd"]):
         receiver.stage(packet)
@@ -399,7 +402,7 @@ def test_an_update_that_was_never_finished_leaves_nothing_trusted(source, live):
 
 
 def test_finishing_another_version_is_refused(source, live):
-    receiver = Receiver(live)
+    receiver = Receiver(whole_parts(live))
     for packet in packets(source, receiver, 2):
         receiver.stage(packet)
     with pytest.raises(RunFailed, match="packets of version 2 were staged"):
@@ -409,12 +412,12 @@ def test_finishing_another_version_is_refused(source, live):
 def test_integers_that_the_receiver_cannot_hold_are_not_sent(source, live):
     source["table"][0, 0] = 2**35
     with pytest.raises(RunFailed, match="table holds integers"):
-        packets(source, Receiver(live))
+        packets(source, Receiver(whole_parts(live)))
 
 
 def test_a_source_that_lacks_a_tensor_says_so(source, live):
     with pytest.raises(RunFailed, match="tensors it does not own: head.weight"):
-        packets(source, Receiver(live), names=["w", "head.weight"])
+        packets(source, Receiver(whole_parts(live)), names=["w", "head.weight"])
 
 
 def test_a_whole_model_through_plan_packets_and_receiver():
@@ -428,18 +431,19 @@ def test_a_whole_model_through_plan_packets_and_receiver():
     ranks = {n: [r for r in range(4) if s.expert is None or s.expert // 4 == r % 2] for n, s in specs.items()}
     owned = [Owned(r, n, specs[n].shape, "int64" if n.endswith("tid2eid") else "fp32") for n in specs for r in ranks[n]]
     receivers = [
-        Receiver(transformers_views(DeepseekV4ForCausalLM(DeepseekV4Config(**tiny_config())), arch)) for _ in range(2)
+        Receiver(whole_parts(transformers_views(DeepseekV4ForCausalLM(DeepseekV4Config(**tiny_config())), arch)))
+        for _ in range(2)
     ]
     held = [h for k, receiver in enumerate(receivers) for h in receiver.holdings(k)]
     plan = make_plan(owned, held)
-    for source, receiver, names, nbytes in plan.transfers:
-        mine = {n: t for n, t in weights.items() if source in ranks[n]}
+    for source, receiver, boxes, nbytes in plan.transfers:
+        mine = whole_parts({n: t for n, t in weights.items() if source in ranks[n]})
         dtypes = {h.name: h.dtype for h in held if h.receiver == receiver}
-        sent = list(pack(mine, names, dtypes, version=0, source=source))
+        sent = list(pack(mine, boxes, dtypes, version=0, source=source))
         assert sum(p.nbytes for p in sent) == nbytes
         for packet in sent:
             receivers[receiver].stage(packet)
     for k, receiver in enumerate(receivers):
         receiver.finish(0, plan.names[k])
-        for name, view in receiver._views.items():
-            assert torch.equal(view, weights[name]), name
+        for name, (part,) in receiver._parts.items():
+            assert torch.equal(part.view, weights[name]), name

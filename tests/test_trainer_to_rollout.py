@@ -8,6 +8,7 @@ import torch
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import weight_table
 from moe_rl.models.digest import digest_all
+from moe_rl.models.weights import whole_parts
 from moe_rl.reshard.plan import Owned, make_plan
 from moe_rl.reshard.transport import pack
 from tests.distributed import run_ranks
@@ -29,7 +30,7 @@ def _trained_shards(rank, world, port, path):
         batches, lambda logprobs, entropy, fields: (-(logprobs * fields["weight"]).sum(), {}), temperature=1.0
     )
     scores = {ids[0]: logprobs[0] for ids, logprobs, *_ in engine.log_probs(batches, temperature=1.0)}
-    views = engine.weights()
+    views = {name: part.view for name, (part,) in engine.weights().items()}
     owned = [Owned(rank, name, tuple(v.shape), dtype_name(v)) for name, v in views.items()]
     arrays = {name: v.numpy().copy() for name, v in views.items()}
     digests = engine.digest()
@@ -54,11 +55,11 @@ def test_a_trained_model_in_shards_becomes_one_rollout_that_scores_alike(tmp_pat
     assert len(plan.transfers) == 4
     dtypes = {h.name: h.dtype for h in held}
     packets = []
-    for source, _, transfer_names, _ in plan.transfers:
-        views = {n: torch.from_numpy(a) for n, a in ranks[source][2].items()}
-        packets += pack(views, transfer_names, dtypes, version=1, source=source)
+    for source, _, boxes, _ in plan.transfers:
+        parts = whole_parts({n: torch.from_numpy(a) for n, a in ranks[source][2].items()})
+        packets += pack(parts, boxes, dtypes, version=1, source=source)
     engine.receive(packets, 1, plan.names[0])
-    live = digest_all(engine._receiver._views)
+    live = digest_all({name: part.view for name, (part,) in engine._receiver._parts.items()})
     for _, _, _, digests, _ in ranks:
         assert all(live[name] == value for name, value in digests.items())
     scores = {k: v for *_, found in ranks for k, v in found.items()}

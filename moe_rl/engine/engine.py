@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_rl.config import Config
@@ -18,6 +19,7 @@ from moe_rl.engine.parallel import Parallel, destroy, init_distributed
 from moe_rl.engine.schedule import scheduled_rate
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_facts
+from moe_rl.models.weights import Part
 
 _GIB = 2**30
 
@@ -151,19 +153,33 @@ class Engine:
         return step.UpdateStats(loss, float(grad_norm), lr, sums)
 
     # ------------------------------------------------------------------------------------------------------- weights
-    def weights(self, *, reference: bool = False) -> dict[str, torch.Tensor]:
-        """Released name -> view onto every live tensor that this rank holds, buffers included."""
+    def weights(self, *, reference: bool = False) -> dict[str, list[Part]]:
+        """Released name -> the live blocks of every tensor that this rank has a share of, buffers included."""
         table = self.family.weight_table(self.arch)
-        views: dict[str, torch.Tensor] = {}
+        parts: dict[str, list[Part]] = {}
         for chunk in self.reference if reference else self.chunks:
-            views.update(table.trainer_views(chunk, ep_rank=self.parallel.ep_rank, ep_size=self.parallel.ep))
-        return views
+            parts.update(table.trainer_parts(chunk, self.parallel.shard))
+        return parts
 
     def digest(self) -> dict[str, int]:
-        """Released name -> 64-bit digest of every tensor that this rank holds; layouts do not change it."""
-        from moe_rl.models.digest import digest_all
+        """Released name -> 64-bit digest of every tensor that this rank has a share of; layouts do not change it. All
+        ranks call."""
+        from moe_rl.models.digest import block_sums, whole_digest
 
-        return digest_all(self.weights())
+        parts = self.weights()
+        flat = [(name, part) for name, blocks in parts.items() for part in blocks]
+        shares = {(name, p.start): s for (name, p), s in zip(flat, block_sums([p for _, p in flat]), strict=True)}
+        if self.parallel.tp > 1 or self.parallel.etp > 1:  # the other blocks of a tensor are on other ranks
+            ranks: list[dict] = [{}] * self.parallel.world
+            dist.all_gather_object(ranks, shares)
+            shares = {key: share for rank in ranks for key, share in rank.items()}
+        sums: dict[str, list[int]] = {}
+        for (name, _), share in shares.items():
+            sums.setdefault(name, []).append(share)
+        return {
+            name: whole_digest(str(blocks[0].view.dtype).removeprefix("torch."), blocks[0].shape, sums[name])
+            for name, blocks in parts.items()
+        }
 
     def load_released(self, path: str | Path) -> None:
         """Read weights from safetensors into the policy and the reference. Raises UserError as models.load does."""

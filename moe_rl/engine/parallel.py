@@ -15,6 +15,7 @@ from moe_rl.config.layout import resolve_stages
 from moe_rl.config.problem import raise_all
 from moe_rl.config.rules import layout_problems
 from moe_rl.errors import UserError
+from moe_rl.models.weights import Shard
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Parallel:
     ep_rank: int
     dp_rank: int
     edp_rank: int
+    etp_rank: int
     stages: str
     device: torch.device
     groups: Any
@@ -53,6 +55,11 @@ class Parallel:
     def is_last(self) -> bool:
         """This rank holds the output layer, and so sees log-probs and losses."""
         return self.pp_rank == self.pp - 1
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's share of the tensors of its stage."""
+        return Shard(self.ep_rank, self.ep, self.tp_rank, self.tp, self.etp_rank, self.etp)
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain values: equal on all ranks, comparable between runs."""
@@ -153,6 +160,7 @@ def _build_groups(config: Config, rank: int, world: int, stages: str, device: to
         ep_rank=mpu.get_expert_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),
         edp_rank=mpu.get_expert_data_parallel_rank(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
         stages=stages,
         device=device,
         groups=ProcessGroupCollection.use_mpu_process_groups(),

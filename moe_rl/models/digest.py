@@ -6,16 +6,21 @@ unseen; it is pseudo-random in the position, so two words that changed places go
 The dtype and the shape are hashed in. What the bits mean plays no part: 0.0 and -0.0 differ, NaN payloads count.
 
 The weight of word i is table[i % CHUNK] * chunk_weight(i // CHUNK): one table fits a cache and serves every tensor.
+The sum over a block of a tensor, weighted by positions in the whole, is its share of the digest: the shares of blocks
+that tile the tensor add up to it (`block_sums`, `whole_digest`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
+
+from moe_rl.models.weights import Part
 
 CHUNK = 1 << 16  # words under one table
 _BLOCK = 16 * CHUNK  # words in flight at a time: 8 MiB of products
@@ -72,21 +77,56 @@ def _weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def _block_sum(block: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """`_weighted_sum` over a block of a tensor of `shape` that begins at `start`, by the words' places in the tensor."""
+    table, per_element = _table(block.device), max(1, block.element_size() // 4)
+    total = torch.zeros((), dtype=torch.int64, device=block.device)
+    rows = max(1, _BLOCK // math.prod(block.shape[1:]))
+    for first in range(0, len(block), rows):
+        piece = block.detach()[first : first + rows]
+        places = torch.zeros((), dtype=torch.int64, device=block.device)
+        for axis, size in enumerate(piece.shape):
+            begin = start[axis] + (first if axis == 0 else 0)
+            along = torch.arange(begin, begin + size, device=block.device)
+            places = places.unsqueeze(-1) * shape[axis] + along
+        places = places.reshape(-1, 1) * per_element + torch.arange(per_element, device=block.device)
+        words = piece.reshape(-1).view(_WORDS[block.element_size()]).to(torch.int64)
+        low, high = int(places[0, 0]) // CHUNK, int(places[-1, -1]) // CHUNK
+        chunks = torch.from_numpy(odd_weights(_CHUNK_SEED, low, high - low + 1).view(np.int64)).to(block.device)
+        places = places.reshape(-1)
+        total += (words * table[places % CHUNK] * chunks[places // CHUNK - low]).sum()
+    return total
+
+
+def block_sums(parts: Sequence[Part]) -> list[int]:
+    """The share in [0, 2**64) of each block in its tensor's digest; one transfer per device, whatever their number."""
+    by_device: dict[torch.device, list[int]] = {}
+    for i, part in enumerate(parts):
+        by_device.setdefault(part.view.device, []).append(i)
+    sums = [0] * len(parts)
+    for indices in by_device.values():
+        values = torch.stack(
+            [_weighted_sum(p.view) if p.is_whole else _block_sum(*p) for p in map(parts.__getitem__, indices)]
+        )
+        for i, value in zip(indices, values.tolist(), strict=True):
+            sums[i] = value & _MASK
+    return sums
+
+
+def whole_digest(dtype: str, shape: Iterable[int], sums: Iterable[int]) -> int:
+    """The digest in [0, 2**64) of a tensor of torch's `dtype` name, from the shares of the blocks that tile it."""
+    return (header(dtype, shape) + sum(sums)) & _MASK
+
+
 def digest_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Name -> digest in [0, 2**64) of each tensor; one transfer per device, whatever their number.
 
     Any strides: elements count in their logical order, a view and its contiguous copy have one digest.
     """
-    by_device: dict[torch.device, list[str]] = {}
-    for name, tensor in tensors.items():
-        by_device.setdefault(tensor.device, []).append(name)
-    sums: dict[str, int] = {}
-    for names in by_device.values():
-        values = torch.stack([_weighted_sum(tensors[name]) for name in names]).tolist()
-        sums.update(zip(names, values, strict=True))
+    sums = block_sums([Part(t, (0,) * t.dim(), tuple(t.shape)) for t in tensors.values()])
     return {
-        name: (sums[name] + header(str(tensor.dtype).removeprefix("torch."), tensor.shape)) & _MASK
-        for name, tensor in tensors.items()
+        name: whole_digest(str(tensor.dtype).removeprefix("torch."), tensor.shape, [share])
+        for (name, tensor), share in zip(tensors.items(), sums, strict=True)
     }
 
 

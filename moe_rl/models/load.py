@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.weights import BY_SAFETENSORS_NAME, DTYPES, TensorSpec, WeightTable, dtype_name, torch_dtype
+from moe_rl.models.weights import BY_SAFETENSORS_NAME, DTYPES, Parts, TensorSpec, WeightTable, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -168,30 +168,32 @@ def _broken(root: Path, problems: list[str]) -> UserError:
     )
 
 
-def load_released(path: str | Path, views: Mapping[str, torch.Tensor]) -> None:
-    """Copy a checkpoint's tensors into live views (`WeightTable.trainer_views` and its like), one tensor at a time.
+def load_released(path: str | Path, parts: Parts) -> None:
+    """Copy a checkpoint's tensors into live blocks (`WeightTable.trainer_parts` and its like), one tensor at a time.
 
-    Only the files and tensors that the views ask for are read. Floating dtypes are rounded to the view's; integers
-    (`tid2eid`) must fit. Run `check_released` first to learn of tensors that no view asks for.
+    Only the files and tensors that the blocks ask for are read. Floating dtypes are rounded to the block's; integers
+    (`tid2eid`) must fit. Run `check_released` first to learn of tensors that no block asks for.
 
     Raises:
-        UserError: a view's tensor is missing or has another shape or kind of dtype (all listed).
+        UserError: a block's tensor is missing or has another shape or kind of dtype (all listed).
     """
     import torch
     from safetensors import safe_open
 
     stored = read_headers(path)
-    specs = {name: TensorSpec(tuple(view.shape), dtype_name(view)) for name, view in views.items()}
+    specs = {name: TensorSpec(blocks[0].shape, dtype_name(blocks[0].view)) for name, blocks in parts.items()}
     problems = _compare(specs, stored)
     if problems:
         raise _broken(Path(path), problems)
     by_file: dict[str, list[str]] = {}
-    for name in views:
+    for name in parts:
         by_file.setdefault(stored[name].file, []).append(name)
     for file, names in by_file.items():
         with safe_open(str(Path(path) / file), framework="pt") as reader, torch.no_grad():
             for name in names:
-                copy_exact_integers(views[name], reader.get_tensor(name), name)
+                value = reader.get_tensor(name)
+                for part in parts[name]:
+                    copy_exact_integers(part.view, value[part.index], name)
 
 
 def copy_exact_integers(view: torch.Tensor, value: torch.Tensor, name: str) -> None:

@@ -1,6 +1,6 @@
-"""Which trainer rank sends which tensors to which rollout receiver. Torch-free.
+"""Which trainer rank sends which blocks of which tensors to which rollout receiver. Torch-free.
 
-The plan joins what trainer ranks own with what receivers hold. A tensor that several ranks own (data-parallel copies)
+The plan joins what trainer ranks own with what receivers hold. A block that several ranks own (data-parallel copies)
 is sent by one of them to each receiver: copies are spread so that sources send about the same number of bytes, and so
 that no rank talks to more peers than that takes.
 """
@@ -15,29 +15,38 @@ from functools import cached_property
 from typing import NamedTuple
 
 from moe_rl.errors import RunFailed
-from moe_rl.models.weights import DTYPES
+from moe_rl.models.weights import DTYPES, Box
+
+_DIFFER = "differ between the ranks that own them"
 
 
 class Owned(NamedTuple):
-    """A tensor that a trainer rank has whole; `dtype` is a short name ("fp32")."""
+    """What a trainer rank has of the tensor `name` of `shape`: the block `box`, or all of it; `dtype` is a short name ("fp32")."""
 
     rank: int
     name: str
     shape: tuple[int, ...]
     dtype: str
+    box: Box | None = None
 
 
 class Held(NamedTuple):
-    """A tensor that a receiver (a rollout worker, numbered from 0) must be given, in the dtype that it keeps it in."""
+    """What a receiver (a rollout worker, numbered from 0) must be given of the tensor `name` of `shape`, in the dtype that
+    it keeps it in: the block `box`, or all of it."""
 
     receiver: int
     name: str
     shape: tuple[int, ...]
     dtype: str
+    box: Box | None = None
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].size
+        return _box(self).numel * DTYPES[self.dtype].size
+
+
+def _box(item: Owned | Held) -> Box:
+    return item.box or Box(item.name, (0,) * len(item.shape), item.shape)
 
 
 class Transfer(NamedTuple):
@@ -45,7 +54,7 @@ class Transfer(NamedTuple):
 
     source: int
     receiver: int
-    names: tuple[str, ...]
+    boxes: tuple[Box, ...]
     nbytes: int
 
 
@@ -59,9 +68,9 @@ class Plan:
     @cached_property
     def names(self) -> dict[int, tuple[str, ...]]:
         """Receiver -> every name that it is sent, sorted."""
-        out: dict[int, list[str]] = defaultdict(list)
+        out: dict[int, set[str]] = defaultdict(set)
         for transfer in self.transfers:
-            out[transfer.receiver] += transfer.names
+            out[transfer.receiver].update(box.name for box in transfer.boxes)
         return {receiver: tuple(sorted(names)) for receiver, names in sorted(out.items())}
 
     def of_source(self, rank: int) -> tuple[Transfer, ...]:
@@ -110,55 +119,63 @@ def _peers(values: list[int]) -> str:
 def make_plan(owned: Iterable[Owned], held: Iterable[Held]) -> Plan:
     """Join the two sides; the result does not depend on the order of the arguments.
 
-    Every held tensor comes exactly once, from a rank that owns it. Tensors with the same owners are dealt out together:
-    with at least as many receivers as owners, a receiver gets them all from one of these owners; with fewer, the
-    owners share the tensors of each receiver.
+    Every element of a held block comes exactly once, from a rank that owns it: a block travels as its intersections with
+    the owned ones. Blocks with the same owners are dealt out together: with at least as many receivers as owners, a
+    receiver gets them all from one of these owners; with fewer, the owners share the blocks of each receiver.
 
     Raises:
-        RunFailed: tensors that no rank owns, that no receiver holds, that differ in shape or kind of dtype, or that one
-            side lists twice; all of them are named.
+        RunFailed: tensors that no rank owns (or not all of), that no receiver holds, that differ in shape or kind of dtype,
+            or that one side lists twice; all of them are named.
     """
     owners, holders = _check(list(owned), list(held))
-    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    groups: dict[tuple[int, ...], list[tuple[int, Box, int]]] = defaultdict(list)  # receiver, block, bytes
     for name in sorted(holders):
-        groups[tuple(owners[name])].append(name)
+        for tensor in holders[name]:
+            for block, having in owners[name].items():
+                if (piece := _box(tensor) & block).numel:
+                    size = piece.numel * DTYPES[tensor.dtype].size
+                    groups[tuple(having)].append((tensor.receiver, piece, size))
     load: Counter[int] = Counter()
-    sends: dict[tuple[int, int], list[Held]] = defaultdict(list)
-    # Tensors with few possible senders first: those with many then level the loads out.
-    for ranks, names in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
-        by_receiver: dict[int, list[Held]] = defaultdict(list)
-        for name in names:
-            for tensor in holders[name]:
-                by_receiver[tensor.receiver].append(tensor)
+    sends: dict[tuple[int, int], dict[Box, int]] = defaultdict(dict)
+    # Blocks with few possible senders first: those with many then level the loads out.
+    for ranks, pieces in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
+        by_receiver: dict[int, list[tuple[int, Box]]] = defaultdict(list)
+        for receiver, piece, size in pieces:
+            by_receiver[receiver].append((-size, piece))
         parts = max(1, len(ranks) // len(by_receiver))
-        sizes = {receiver: sum(t.nbytes for t in tensors) for receiver, tensors in by_receiver.items()}
-        for receiver in sorted(by_receiver, key=lambda r: (-sizes[r], r)):
+        sizes = {receiver: sum(size for size, _ in mine) for receiver, mine in by_receiver.items()}
+        for receiver in sorted(by_receiver, key=lambda r: (sizes[r], r)):
             chosen = sorted(ranks, key=lambda rank: (load[rank], rank))[:parts]
-            for tensor in sorted(by_receiver[receiver], key=lambda t: (-t.nbytes, t.name)):
+            for size, piece in sorted(by_receiver[receiver]):
                 source = min(chosen, key=lambda rank: (load[rank], rank))
-                load[source] += tensor.nbytes
-                sends[source, receiver].append(tensor)
+                load[source] -= size
+                sends[source, receiver][piece] = -size
     transfers = tuple(
-        Transfer(source, receiver, tuple(sorted(t.name for t in tensors)), sum(t.nbytes for t in tensors))
-        for (source, receiver), tensors in sorted(sends.items())
+        Transfer(source, receiver, tuple(sorted(sizes)), sum(sizes.values()))
+        for (source, receiver), sizes in sorted(sends.items())
     )
-    return Plan(transfers, tuple(sorted({rank for ranks in owners.values() for rank in ranks})))
+    sources = {rank for blocks in owners.values() for having in blocks.values() for rank in having}
+    return Plan(transfers, tuple(sorted(sources)))
 
 
-def _check(owned: list[Owned], held: list[Held]) -> tuple[dict[str, list[int]], Mapping[str, list[Held]]]:
-    """Owning ranks and holdings of each name, or one error for everything that does not join."""
-    owners: dict[str, list[int]] = defaultdict(list)
+def _check(owned: list[Owned], held: list[Held]) -> tuple[dict[str, dict[Box, list[int]]], Mapping[str, list[Held]]]:
+    """Owning ranks of each block and holdings of each name, or one error for everything that does not join."""
+    owners: dict[str, dict[Box, list[int]]] = defaultdict(dict)
     shapes: dict[str, Owned] = {}
     problems: dict[str, list[str]] = defaultdict(list)
-    for own in sorted(owned):
+    for own in sorted(owned, key=lambda o: (o.rank, o.name, _box(o))):
         first = shapes.setdefault(own.name, own)
         if (own.shape, own.dtype) != (first.shape, first.dtype):
-            problems["differ between the ranks that own them"].append(own.name)
-        if owners[own.name][-1:] == [own.rank]:
+            problems[_DIFFER].append(own.name)
+        ranks = owners[own.name].setdefault(_box(own), [])
+        if ranks[-1:] == [own.rank]:
             problems[f"are listed twice by rank {own.rank}"].append(own.name)
-        owners[own.name].append(own.rank)
+        ranks.append(own.rank)
+    for name, blocks in owners.items():
+        if not _tile(list(blocks), math.prod(shapes[name].shape)) and name not in problems[_DIFFER]:
+            problems["are owned in blocks that leave gaps or overlap"].append(name)
     holders: dict[str, list[Held]] = defaultdict(list)
-    for tensor in sorted(held):
+    for tensor in sorted(held, key=lambda h: (h.receiver, h.name, _box(h))):
         source = shapes.get(tensor.name)
         if source is None:
             problems[f"are held by receiver {tensor.receiver} and owned by no rank"].append(tensor.name)
@@ -166,15 +183,17 @@ def _check(owned: list[Owned], held: list[Held]) -> tuple[dict[str, list[int]], 
         if source.shape != tensor.shape:
             shape = f"{tensor.name} ({list(source.shape)} and {list(tensor.shape)})"
             problems[f"have another shape at receiver {tensor.receiver}"].append(shape)
+            continue
         if DTYPES[source.dtype].integer != DTYPES[tensor.dtype].integer:
             kinds = f"{tensor.name} ({source.dtype} and {tensor.dtype})"
             problems[f"have another kind of dtype at receiver {tensor.receiver}"].append(kinds)
-        if holders[tensor.name] and holders[tensor.name][-1].receiver == tensor.receiver:
+        if any(h.receiver == tensor.receiver and (_box(h) & _box(tensor)).numel for h in holders[tensor.name][-1:]):
             problems[f"are listed twice by receiver {tensor.receiver}"].append(tensor.name)
         holders[tensor.name].append(tensor)
-    unheld = sorted(owners.keys() - holders.keys())
+    unheld = sorted(owners.keys() - {tensor.name for tensor in held})
     if unheld:
         problems["are owned and held by no receiver"] += unheld
+    problems = {kind: names for kind, names in problems.items() if names}
     if problems:
         lines = [f"{len(names)} tensors {kind}: {', '.join(names)}" for kind, names in problems.items()]
         raise RunFailed(
@@ -183,3 +202,9 @@ def _check(owned: list[Owned], held: list[Held]) -> tuple[dict[str, list[int]], 
             "an update would leave a rollout with weights that are not the trainer's",
         )
     return owners, holders
+
+
+def _tile(boxes: list[Box], numel: int) -> bool:
+    """Whether disjoint blocks make up a tensor of `numel` elements."""
+    apart = all(not (a & b).numel for i, a in enumerate(boxes) for b in boxes[:i])
+    return apart and sum(box.numel for box in boxes) == numel

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from moe_rl.errors import RunFailed
-from moe_rl.models.digest import digest_all
-from moe_rl.models.weights import dtype_name
+from moe_rl.models.digest import block_sums
+from moe_rl.models.weights import Box, Part, Parts, dtype_name
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.transport import Item, Packet, unpack
 
@@ -20,10 +20,10 @@ class Receiver:
     an update until `finish` has proven it. What serves requests must look at it.
     """
 
-    def __init__(self, views: Mapping[str, torch.Tensor]) -> None:
-        """`views`: released name -> view onto the live tensor, the whole of what this receiver holds."""
-        self._views = dict(views)
-        self._staged: dict[str, Item] = {}
+    def __init__(self, parts: Parts) -> None:
+        """`parts`: released name -> live blocks, the whole of what this receiver holds."""
+        self._parts = dict(parts)
+        self._staged: dict[str, list[Item]] = {}
         self._pending: int | None = None
         self._last = -1
         self._proven: set[str] = set()
@@ -31,7 +31,11 @@ class Receiver:
 
     def holdings(self, receiver: int) -> list[Held]:
         """What this end must be given, read from the live model; `receiver` is its number in the plan."""
-        return [Held(receiver, name, tuple(v.shape), dtype_name(v)) for name, v in self._views.items()]
+        return [
+            Held(receiver, name, part.shape, dtype_name(part.view), part.box(name))
+            for name, parts in self._parts.items()
+            for part in parts
+        ]
 
     def stage(self, packet: Packet) -> None:
         """Copy a packet's tensors into the live model. The first packet of a version begins an update.
@@ -58,21 +62,30 @@ class Receiver:
             raise self._fail(f"version {packet.version} from rank {packet.source}: {'; '.join(problems)}")
         with torch.no_grad():
             for item, tensor in tensors:
-                self._views[item.name].copy_(tensor)
-                self._staged[item.name] = item
+                part = self._part(item.box)
+                assert part is not None
+                part.within(item.box).copy_(tensor)
+                self._staged.setdefault(item.name, []).append(item)
+
+    def _part(self, box: Box) -> Part | None:
+        """The live block in which a box lies."""
+        return next((part for part in self._parts[box.name] if part.holds(box)), None)
 
     def _problems(self, items: Iterable[Item]) -> list[str]:
-        problems, seen = [], set(self._staged)
+        problems = []
+        seen = {name: [item.box for item in staged] for name, staged in self._staged.items()}
         for item in items:
-            view = self._views.get(item.name)
-            if view is None:
+            if item.name not in self._parts:
                 problems.append(f"{item.name} is not held here")
-            elif item.name in seen:
-                problems.append(f"{item.name} arrived twice")
-            elif (item.shape, item.dtype) != (tuple(view.shape), dtype_name(view)):
-                here = f"{dtype_name(view)} {list(view.shape)}"
+                continue
+            part, before = self._part(item.box), seen.setdefault(item.name, [])
+            if part is None or dtype_name(part.view) != item.dtype:
+                here = " and ".join(f"{dtype_name(p.view)} {list(p.view.shape)}" for p in self._parts[item.name])
                 problems.append(f"{item.name} is {item.dtype} {list(item.shape)}, here {here}")
-            seen.add(item.name)
+                continue
+            if any((item.box & box).numel for box in before):
+                problems.append(f"{item.name} arrived twice")
+            before.append(item.box)
         return problems
 
     def finish(self, version: int, names: Iterable[str]) -> None:
@@ -92,10 +105,8 @@ class Receiver:
         problems += _named("never arrived", wanted - self._staged.keys())
         problems += _named("were not in the plan", self._staged.keys() - wanted)
         problems += _named("have not been received since the start or the last fault", self._unproven(wanted))
-        live = digest_all({name: self._views[name] for name in self._staged})
-        problems += _named(
-            "differ from what was sent", [n for n, item in self._staged.items() if live[n] != item.digest]
-        )
+        problems += _named("arrived in part", [name for name in self._staged if self._missing(name)])
+        problems += _named("differ from what was sent", self._changed())
         if problems:
             raise self._fail(f"weight version {version} is not whole: {'; '.join(problems)}")
         self._proven |= wanted
@@ -103,7 +114,20 @@ class Receiver:
         self.version = self._last = version
 
     def _unproven(self, wanted: set[str]) -> set[str]:
-        return self._views.keys() - self._proven - wanted
+        return self._parts.keys() - self._proven - wanted
+
+    def _missing(self, name: str) -> int:
+        """Elements of a staged tensor that did not come (blocks that came do not overlap)."""
+        return sum(p.view.numel() for p in self._parts[name]) - sum(item.box.numel for item in self._staged[name])
+
+    def _changed(self) -> list[str]:
+        """Staged tensors whose live blocks have another digest than what was sent of them."""
+        live = dict.fromkeys(self._staged, 0)
+        parts = [(name, part) for name in live for part in self._parts[name]]
+        for (name, _), share in zip(parts, block_sums([part for _, part in parts]), strict=True):
+            live[name] += share
+        sent = {name: sum(item.digest for item in items) for name, items in self._staged.items()}
+        return [name for name in live if (live[name] - sent[name]) % (1 << 64)]
 
     def _fail(self, what: str) -> RunFailed:
         """Forget the update, trust no tensor any more, and word the error."""

@@ -17,15 +17,16 @@ import numpy as np
 import torch
 
 from moe_rl.errors import RunFailed
-from moe_rl.models.digest import digest_all
-from moe_rl.models.weights import DTYPES, dtype_name, torch_dtype
+from moe_rl.models.digest import block_sums
+from moe_rl.models.weights import DTYPES, Box, Part, Parts, dtype_name, torch_dtype
 
 ALIGNMENT = 64  # bytes: a cache line, and enough for any dtype
 PACKET_BYTES = 256 << 20  # a packet is closed before it passes this size
 
 
 class Item(NamedTuple):
-    """One tensor of a packet: `dtype` is a short name, `offset` and `nbytes` its place in the buffer."""
+    """One block of a packet: `dtype` is a short name, `offset` and `nbytes` its place in the buffer, `digest` its share in
+    the digest of its tensor."""
 
     name: str
     dtype: str
@@ -33,11 +34,16 @@ class Item(NamedTuple):
     offset: int
     nbytes: int
     digest: int
+    start: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.name, self.start, self.shape)
 
 
 @dataclass(frozen=True)
 class Packet:
-    """Tensors of weight version `version` from trainer rank `source`; `buffer` is uint8 [total bytes]."""
+    """Blocks of weight version `version` from trainer rank `source`; `buffer` is uint8 [total bytes]."""
 
     version: int
     source: int
@@ -50,33 +56,36 @@ class Packet:
 
 
 def pack(
-    views: Mapping[str, torch.Tensor],
-    names: Sequence[str],
+    parts: Parts,
+    boxes: Sequence[Box],
     dtypes: Mapping[str, str],
     *,
     version: int,
     source: int,
     limit: int = PACKET_BYTES,
 ) -> Iterator[Packet]:
-    """Copy tensors into packets, each in the dtype that its receiver keeps it in (`dtypes[name]`, a short name).
+    """Copy blocks out of `parts` into packets, each in the dtype that its receiver keeps it in (`dtypes[name]`, a short
+    name).
 
-    The digest is that of the tensor after the change of dtype, so the receiver can recompute it from its own memory.
-    A packet holds at least one tensor and else at most `limit` bytes; packets are made as they are asked for.
+    The digest is taken after the change of dtype, so the receiver can recompute it from its own memory. A packet holds at
+    least one block and else at most `limit` bytes; packets are made as they are asked for.
 
     Raises:
-        RunFailed: a name has no view, or an integer tensor does not fit its receiver's dtype.
+        RunFailed: a block that lies in no part, or an integer tensor that does not fit its receiver's dtype.
     """
-    absent = [name for name in names if name not in views]
+    found = [(box, next((p for p in parts.get(box.name, ()) if p.holds(box)), None)) for box in boxes]
+    absent = [box.name for box, part in found if part is None]
     if absent:
         raise RunFailed("reshard.pack", f"rank {source} was to send tensors it does not own: {', '.join(absent)}")
-    batch: list[tuple[str, torch.Tensor]] = []
+    batch: list[tuple[str, Part]] = []
     size = 0
-    for name in names:
-        tensor = _converted(views[name], dtypes[name], name)
+    for box, part in found:
+        assert part is not None
+        tensor = _converted(part.within(box), dtypes[box.name], box.name)
         if batch and size + _padded(tensor.nbytes) > limit:
             yield _packet(batch, version, source)
             batch, size = [], 0
-        batch.append((name, tensor))
+        batch.append((box.name, Part(tensor, box.start, part.shape)))
         size += _padded(tensor.nbytes)
     if batch:
         yield _packet(batch, version, source)
@@ -94,25 +103,25 @@ def _converted(view: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     return wire
 
 
-def _packet(batch: list[tuple[str, torch.Tensor]], version: int, source: int) -> Packet:
-    digests = digest_all(dict(batch))
+def _packet(batch: list[tuple[str, Part]], version: int, source: int) -> Packet:
+    digests = block_sums([part for _, part in batch])
     items, offset = [], 0
-    for name, tensor in batch:
-        items.append(Item(name, dtype_name(tensor), tuple(tensor.shape), offset, tensor.nbytes, digests[name]))
+    for (name, (tensor, start, _)), digest in zip(batch, digests, strict=True):
+        items.append(Item(name, dtype_name(tensor), tuple(tensor.shape), offset, tensor.nbytes, digest, start))
         offset += _padded(tensor.nbytes)
     buffer = torch.empty(offset, dtype=torch.uint8)
-    for item, (_, tensor) in zip(items, batch, strict=True):
-        _at(buffer, item).copy_(tensor)
+    for item, (_, part) in zip(items, batch, strict=True):
+        _at(buffer, item).copy_(part.view)
     return Packet(version, source, tuple(items), buffer.numpy())
 
 
 def _at(buffer: torch.Tensor, item: Item) -> torch.Tensor:
-    """An item's tensor, as a view of the packet's bytes."""
+    """An item's block, as a view of the packet's bytes."""
     return buffer[item.offset : item.offset + item.nbytes].view(torch_dtype(item.dtype)).view(item.shape)
 
 
 def unpack(packet: Packet) -> Iterator[tuple[Item, torch.Tensor]]:
-    """The tensors of a packet, as views of its buffer: read them, never write (shared memory is read-only).
+    """The blocks of a packet, as views of its buffer: read them, never write (shared memory is read-only).
 
     Raises:
         RunFailed: an index entry lies outside the buffer or contradicts its own shape.

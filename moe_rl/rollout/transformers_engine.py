@@ -14,7 +14,7 @@ from moe_rl.config.host import resolve_device
 from moe_rl.config.schema import Config
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_config, read_facts, special_ids
-from moe_rl.models.weights import torch_dtype
+from moe_rl.models.weights import torch_dtype, whole_parts
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.receive import Receiver
 from moe_rl.reshard.transport import Packet
@@ -72,7 +72,7 @@ class TransformersEngine:
         views = family.weight_table(family.read_arch(path)).transformers_views(self._model)
         for view in views.values():
             view.fill_(torch.nan if view.is_floating_point() else -1)
-        self._receiver = Receiver(views)
+        self._receiver = Receiver(whole_parts(views))
         self._device, self._batch_size, self._timeout_s = device, batch_size, timeout_s
         self._vocab_size, self._max_positions = facts.vocab_size, facts.max_positions
         self.eos_ids, self._pad_id = special_ids(path, facts.vocab_size)

@@ -187,10 +187,10 @@ class TrainerGroup:
     def owned(self) -> list[Any]:
         return [item for items in self._all("owned", doing="listing weights").values() for item in items]
 
-    def send(self, rank: int, dtypes: Mapping[str, str], version: int = 0) -> list[Any]:
-        """Tensors that one rank owns, as packets in the dtypes given by name."""
+    def send(self, rank: int, boxes: Sequence[Any], dtypes: Mapping[str, str], version: int = 0) -> list[Any]:
+        """Blocks that one rank owns, as packets in the dtypes given by name."""
         name = self.names[rank]
-        arguments = (list(dtypes), dict(dtypes), version)
+        arguments = (list(boxes), dict(dtypes), version)
         return self.cluster.call([name], "send", lambda _: arguments, self.timeout_s, "sending weights")[name]
 
     def load_released(self, path: str) -> None:
@@ -265,7 +265,7 @@ class WeightSync:
         packets: dict[str, list[Any]] = {name: [] for name in self.rollout.names}
         for transfer in self.plan.transfers:
             wanted = self.dtypes[transfer.receiver]
-            sent = workers[names[transfer.source]].send.remote(transfer.names, wanted, version)
+            sent = workers[names[transfer.source]].send.remote(transfer.boxes, wanted, version)
             packets[self.rollout.names[transfer.receiver]].append(sent)
         self.rollout.receive(version, self.plan.names, packets)
         return self.plan.nbytes

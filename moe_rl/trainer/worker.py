@@ -140,19 +140,23 @@ class TrainerWorker(Worker):
         return OptimizerStep(stats.loss, stats.grad_norm, stats.lr, stats.sums), time.perf_counter() - start
 
     def owned(self) -> list[Any]:
-        """What this rank can send: name, shape, dtype of each tensor and buffer (:class:`Owned`)."""
+        """What this rank can send: name, shape, dtype and block of each tensor and buffer (:class:`Owned`)."""
         from moe_rl.models.weights import dtype_name
         from moe_rl.reshard.plan import Owned
 
         rank = self.engine.parallel.rank
-        return [Owned(rank, name, tuple(v.shape), dtype_name(v)) for name, v in self.engine.weights().items()]
+        return [
+            Owned(rank, name, part.shape, dtype_name(part.view), part.box(name))
+            for name, parts in self.engine.weights().items()
+            for part in parts
+        ]
 
-    def send(self, names: Sequence[str], dtypes: Mapping[str, str], version: int) -> list[Any]:
-        """The named tensors as packets, each in its receiver's dtype."""
+    def send(self, boxes: Sequence[Any], dtypes: Mapping[str, str], version: int) -> list[Any]:
+        """Blocks (:class:`Box`) as packets, each in its receiver's dtype."""
         from moe_rl.reshard.transport import pack
 
         source = self.engine.parallel.rank
-        return list(pack(self.engine.weights(), names, dtypes, version=version, source=source))
+        return list(pack(self.engine.weights(), boxes, dtypes, version=version, source=source))
 
     def load_released(self, path: str) -> None:
         self.engine.load_released(path)
