@@ -1,0 +1,319 @@
+"""The two weight formats of a released DeepSeek-V4 checkpoint: MXFP4 and FP8 in blocks, to and from bf16 or fp32.
+
+MXFP4 (OCP Microscaling Formats v1.0): values of E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), two to a byte, the first
+in the low nibble, under one E8M0 scale 2**(byte - 127) for every 32 along the last axis. FP8: values of E4M3 (OCP OFP8 v1.0,
+finite up to 448) under one scale for each block of 128x128, E8M0 or float32; blocks at the far edges may be smaller.
+
+What an encoder chooses, bit for bit the same on every device:
+- E8M0 scale: the smallest power of two that no value of the block overflows, 2**ceil(log2(amax / 6)), with 448 for FP8. DeepSeek's
+  inference code (kernel.py: fast_round_scale) and nvidia-modelopt choose so. MX v1.0, section 6.3, takes
+  2**floor(log2(amax)) / 4 instead and clamps what is then above 6: the largest weight of a block would lose up to a quarter.
+- float32 scale: amax / 448, as in DeepSeek-V3's weights.
+- No scale is below 2**-127 (E8M0's smallest) or 2**-126 (the smallest normal float32): blocks of zeros get that one, and values
+  far below it become zeros. None exceeds 2**126: nothing finite leaves E8M0's range upwards.
+- Values round to the nearest, ties to even, and keep their sign: -0.0 and what rounds to it are code 8 (0x80 in FP8).
+
+Decode, encode, decode returns the same values, for every byte under every E8M0 scale. The bytes are the same, too, where a block
+is in normal form, its largest value being 4 or 6 (FP8: above 224), or its scale is byte 0. Otherwise, and for blocks of zeros, the
+same values come back under a smaller scale. With float32 scales through bf16 the FP8 codes come back, and the scale to 2**-8;
+from there on nothing changes any more. E4M3 values under E8M0 bytes 0 to 2 can be too small for bf16, and are rounded.
+
+Values that are not finite are refused by name, in a weight and as what a decoder would return (a NaN byte, an E8M0 scale of
+255, an overflow). On a GPU the question costs a wait for the device: `NonFinite` puts it once for many tensors.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from moe_rl.errors import UserError
+
+MX = 32  # values under one scale of MXFP4
+BLOCK = 128  # rows and columns under one scale of FP8
+_CPU_CHUNK = 1 << 12  # MXFP4 blocks encoded at a time on a CPU: intermediates stay in its cache
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_TINY = 2.0**-126  # the smallest normal float32
+_EXPONENT = 0x7F800000  # exponent bits of a float32, and the bits of infinity
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+class NonFinite:
+    """Collects, for many tensors, whether values that are not finite were met, and asks their devices once.
+
+    Hand one to a run of encode or decode calls as `checks`, and call `raise_if_any` before any of the results is used.
+    """
+
+    def __init__(self) -> None:
+        self._flags: list[tuple[str, torch.Tensor]] = []
+
+    def add(self, name: str, flag: torch.Tensor) -> None:
+        """Note a tensor's flag: a scalar, not zero if it is bad, of any dtype and device."""
+        self._flags.append((name, flag))
+
+    def raise_if_any(self) -> None:
+        """UserError `codec.non_finite` naming every bad tensor since the last call; one transfer per device."""
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for name, flag in self._flags:
+            by_device.setdefault(flag.device, []).append((name, flag))
+        self._flags = []
+        bad = []
+        for flags in by_device.values():
+            values = torch.stack([flag.to(torch.int32).reshape(()) for _, flag in flags]).tolist()
+            bad += [name or "(unnamed)" for (name, _), value in zip(flags, values, strict=True) if value]
+        if bad:
+            more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+            raise UserError(
+                "codec.non_finite",
+                f"values that are not finite in {', '.join(bad[:8])}{more}",
+                "NaN, infinity, a NaN scale, or a scale whose values overflow: no such block has an encoding or a use",
+                "a checkpoint: fetch the file again; a run: resume from the last checkpoint before the weights diverged",
+            )
+
+
+def _settle(name: str, flag: torch.Tensor, checks: NonFinite | None) -> None:
+    """Note the flag for later, or raise now."""
+    now = checks is None
+    checks = checks or NonFinite()
+    checks.add(name, flag)
+    if now:
+        checks.raise_if_any()
+
+
+def _require(ok: bool, name: str, what: str) -> None:
+    if not ok:
+        raise UserError(
+            "codec.geometry",
+            f"{name or '(unnamed)'}: {what}",
+            "weight and scales do not belong together, or are not of this format",
+            "check the checkpoint's files, and that its config.json names the format they hold",
+        )
+
+
+def _fused(tensor: torch.Tensor):
+    """The module of Triton kernels for a tensor on a GPU, else None."""
+    if not tensor.is_cuda:
+        return None
+    from . import codec_triton
+
+    return codec_triton
+
+
+def _powers(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """E8M0 bytes as numbers of `dtype`; 255 is NaN."""
+    return scales.view(torch.float8_e8m0fnu).to(dtype)
+
+
+# --- MXFP4 ------------------------------------------------------------------------------------------------------------
+
+
+def mxfp4_decode(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    name: str = "",
+    checks: NonFinite | None = None,
+) -> torch.Tensor:
+    """Packed MXFP4 as numbers, exactly.
+
+    packed: uint8 or int8 [..., K/2]; scales: E8M0, uint8 or float8_e8m0fnu [..., K/32]; returns bf16 or fp32 [..., K].
+    UserError `codec.geometry` for shapes or dtypes that do not fit, `codec.non_finite` for a scale of 255 or an overflow.
+    """
+    _require(packed.dtype in (torch.uint8, torch.int8), name, f"MXFP4 bytes are uint8 or int8, not {packed.dtype}")
+    _require(
+        scales.dtype in (torch.uint8, torch.float8_e8m0fnu), name, f"MXFP4 scales are E8M0 bytes, not {scales.dtype}"
+    )
+    _require(dtype in FLOATS, name, f"decoding gives bfloat16 or float32, not {dtype}")
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1]) if packed.ndim else ()
+    _require(
+        bool(shape) and shape[-1] % MX == 0 and scales.shape == (*shape[:-1], shape[-1] // MX),
+        name,
+        f"bytes {list(packed.shape)} do not go with scales {list(scales.shape)}: a scale is for {MX // 2} bytes",
+    )
+    packed, scales = packed.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8)
+    out, flag = (_fused(packed) or _Plain).mxfp4_decode(packed.view(-1, MX // 2), scales.view(-1), dtype)
+    _settle(name, flag, checks)
+    return out.view(shape)
+
+
+def mxfp4_encode(
+    weight: torch.Tensor, *, name: str = "", checks: NonFinite | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [..., K], bf16 or fp32, K a multiple of 32, as (packed uint8 [..., K/2], E8M0 bytes uint8 [..., K/32]).
+
+    UserError `codec.geometry` for another shape or dtype, `codec.non_finite` for NaN or infinity.
+    """
+    _require(weight.dtype in FLOATS, name, f"MXFP4 encodes bfloat16 and float32, not {weight.dtype}")
+    _require(
+        weight.ndim > 0 and weight.shape[-1] % MX == 0,
+        name,
+        f"shape {list(weight.shape)}: MXFP4 needs a last axis that {MX} divides",
+    )
+    blocks = weight.detach().contiguous().view(-1, MX)
+    packed, scales, flag = (_fused(blocks) or _Plain).mxfp4_encode(blocks)
+    _settle(name, flag, checks)
+    lead, k = weight.shape[:-1], weight.shape[-1]
+    return packed.view(*lead, k // 2), scales.view(*lead, k // MX)
+
+
+# --- FP8 --------------------------------------------------------------------------------------------------------------
+
+
+def fp8_decode(
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    name: str = "",
+    checks: NonFinite | None = None,
+) -> torch.Tensor:
+    """FP8 in blocks of 128x128 as numbers, each value times its scale rounded once.
+
+    weight: float8_e4m3fn [M, K]; scales: float32, float8_e8m0fnu or its bytes as uint8 [ceil(M/128), ceil(K/128)]; returns bf16 or
+    fp32 [M, K]. UserError `codec.geometry` for shapes or dtypes that do not fit, `codec.non_finite` for NaN or an overflow.
+    """
+    kinds = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
+    _require(weight.dtype == torch.float8_e4m3fn, name, f"FP8 weights are float8_e4m3fn, not {weight.dtype}")
+    _require(scales.dtype in kinds, name, f"FP8 scales are float32 or E8M0, not {scales.dtype}")
+    _require(dtype in FLOATS, name, f"decoding gives bfloat16 or float32, not {dtype}")
+    _require(
+        weight.ndim == 2 and scales.shape == _grid(weight),
+        name,
+        f"weight {list(weight.shape)} does not go with scales {list(scales.shape)}: a scale is for {BLOCK}x{BLOCK}",
+    )
+    if scales.dtype != torch.float32:
+        scales = _powers(scales.contiguous(), torch.float32)  # exact
+    out, flag = (_fused(weight) or _Plain).fp8_decode(weight.contiguous(), scales.contiguous(), dtype)
+    _settle(name, flag, checks)
+    return out
+
+
+def fp8_encode(
+    weight: torch.Tensor, *, scale_dtype: str = "e8m0", name: str = "", checks: NonFinite | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [M, K], bf16 or fp32, as (float8_e4m3fn [M, K], scales [ceil(M/128), ceil(K/128)]).
+
+    scale_dtype: "e8m0" (float8_e8m0fnu scales) or "fp32". UserError `codec.geometry` for another shape or dtype,
+    `codec.non_finite` for NaN or infinity.
+    """
+    _require(weight.dtype in FLOATS, name, f"FP8 encodes bfloat16 and float32, not {weight.dtype}")
+    _require(weight.ndim == 2, name, f"shape {list(weight.shape)}: FP8 blocks need a matrix")
+    if scale_dtype not in ("e8m0", "fp32"):
+        raise ValueError(f"scale_dtype is 'e8m0' or 'fp32', not {scale_dtype!r}")
+    return_powers = scale_dtype == "e8m0"
+    values, scales, flag = (_fused(weight) or _Plain).fp8_encode(weight.detach().contiguous(), return_powers)
+    _settle(name, flag, checks)
+    return values, scales
+
+
+def _grid(weight: torch.Tensor) -> tuple[int, int]:
+    """Number of FP8 blocks along rows and columns."""
+    return -(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)
+
+
+# --- plain PyTorch ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _four_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[65536, 4]: the values of two bytes read as one little-endian number."""
+    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=dtype, device=device)
+    pair = torch.arange(1 << 16, device=device)
+    return torch.stack([values[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)
+
+
+def _any_non_finite(out: torch.Tensor) -> torch.Tensor:
+    return ~torch.isfinite(out).all()
+
+
+class _Plain:
+    """The same in PyTorch's own operations: what a CPU runs, and what the fused kernels must equal bit for bit.
+
+    Shapes are those of `codec_triton`, whose functions have the same names; each also returns a flag for what is not finite.
+    """
+
+    @staticmethod
+    def mxfp4_decode(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype):
+        """uint8 [N, 16], uint8 [N] -> dtype [N, 32]."""
+        if packed.storage_offset() % 2:  # two bytes are read as one number
+            packed = packed.clone()
+        index = packed.view(torch.uint16).to(torch.int32).view(-1)
+        out = _four_values(dtype, packed.device).index_select(0, index).view(-1, MX)
+        out.mul_(_powers(scales, dtype)[:, None])
+        suspect = scales >= 253  # below, even 6 stays finite
+        if not packed.is_cuda and not bool(suspect.any()):
+            return out, torch.zeros(())
+        return out, _any_non_finite(out)
+
+    @staticmethod
+    def mxfp4_encode(blocks: torch.Tensor):
+        """bf16 or fp32 [N, 32] -> uint8 [N, 16], uint8 [N]."""
+        if blocks.is_cuda:
+            return mxfp4_encode_plain(blocks)
+        count = blocks.shape[0]
+        packed = torch.empty(count, MX // 2, dtype=torch.uint8)
+        scales = torch.empty(count, dtype=torch.uint8)
+        flags = [torch.zeros(())]
+        for start in range(0, count, _CPU_CHUNK):
+            part = slice(start, start + _CPU_CHUNK)
+            packed[part], scales[part], flag = mxfp4_encode_plain(blocks[part])
+            flags.append(flag.float())
+        return packed, scales, torch.stack(flags).any()
+
+    @staticmethod
+    def fp8_decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype):
+        """float8_e4m3fn [M, K], fp32 [ceil(M/128), ceil(K/128)] -> dtype [M, K]."""
+        out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        columns = scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+        for row, scale in enumerate(columns):
+            rows = slice(row * BLOCK, (row + 1) * BLOCK)
+            out[rows] = weight[rows].float() * scale
+        return out, _any_non_finite(out)
+
+    @staticmethod
+    def fp8_encode(weight: torch.Tensor, powers: bool):
+        """bf16 or fp32 [M, K] -> float8_e4m3fn [M, K], scales [ceil(M/128), ceil(K/128)] as float8_e8m0fnu or fp32."""
+        (rows, columns), (m, k) = _grid(weight), weight.shape
+        w = torch.nn.functional.pad(weight, (0, columns * BLOCK - k, 0, rows * BLOCK - m)).float()
+        w = w.view(rows, BLOCK, columns, BLOCK)
+        amax = w.abs().amax((1, 3))
+        flag = _any_non_finite(amax)
+        if powers:
+            exponent = _ceil_exponent(amax, 8, 0x600000)
+            values = w * _inverse(exponent)[:, None, :, None]
+            scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+        else:
+            scales = (amax / 448).clamp(min=_TINY)
+            values = w / scales[:, None, :, None]
+        values = values.to(torch.float8_e4m3fn).view(rows * BLOCK, columns * BLOCK)[:m, :k]
+        return values.contiguous(), scales, flag
+
+
+def _ceil_exponent(amax: torch.Tensor, shift: int, mantissa: int) -> torch.Tensor:
+    """int32 E8M0 byte of the smallest power of two p with amax <= p * L, for L = 2**shift * (1 + mantissa / 2**23)."""
+    carry = 0x7FFFFF - mantissa  # reaches the exponent if amax's mantissa is above that of L
+    return (((amax.view(torch.int32) + carry) >> 23) - shift).clamp_(min=0)
+
+
+def _inverse(exponent: torch.Tensor) -> torch.Tensor:
+    """fp32 1 / 2**(exponent - 127), a normal number for every scale an encoder chooses."""
+    return ((254 - exponent) << 23).view(torch.float32)
+
+
+def mxfp4_encode_plain(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """bf16 or fp32 [N, 32] -> uint8 [N, 16], uint8 [N], bool flag; see the module for what is chosen."""
+    w = blocks.float()
+    amax = w.abs().amax(1)
+    exponent = _ceil_exponent(amax, 2, 0x400000)
+    w = w * _inverse(exponent)[:, None]
+    magnitude = w.abs()
+    # Adding 2**22 times the power of two below leaves one bit of the mantissa, rounded by the addition itself.
+    power = (magnitude.view(torch.int32) & _EXPONENT).clamp_(min=127 << 23)
+    codes = (magnitude + (power + (22 << 23)).view(torch.float32)).view(torch.int32)
+    codes += (power >> 22) - (127 << 1)
+    codes &= 7
+    codes |= (w.view(torch.int32) >> 28) & 8
+    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+    return packed, exponent.to(torch.uint8), _any_non_finite(amax)
