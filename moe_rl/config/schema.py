@@ -242,10 +242,19 @@ class CheckpointConfig:
         "What is saved; without `optimizer` a resumed run starts with fresh moments.",
         choices=CHECKPOINT_PARTS,
     )
+    load_contents: list[str] = key(
+        [],
+        "What every resume loads of a checkpoint; empty: all that it holds. Without `optimizer` the moments start from"
+        " zero, without `extra` the learning-rate schedule starts over; step and data position always go on.",
+        choices=CHECKPOINT_PARTS,
+    )
+    async_save: bool = key(
+        False,
+        "Copy what is saved to host memory and train on while it is written; needs that memory on every rank.",
+    )
     optimizer_format: str = key(
         "reshardable",
-        "`reshardable` loads in any layout, but gathers over the data-parallel ranks to save; `same_layout` gathers"
-        " nothing and loads in its own layout alone.",
+        "`reshardable` loads in any layout; `same_layout` stores buffers as they lie and loads in its own layout alone.",
         choices=("reshardable", "same_layout"),
     )
 

@@ -1,39 +1,32 @@
 """The state of all trainer ranks in one directory: a megatron dist-checkpoint that loads in any layout.
 
 The optimizer is stored in one of two formats. `reshardable`: one tensor per parameter and moment, in the parameter's own
-shape, gathered over the data-parallel ranks. `same_layout`: each rank's buffers as they lie in memory, without any
-gathering. Every file's SHA-256 is recorded, so that a damaged checkpoint is refused before anything is loaded from it.
+shape. `same_layout`: each rank's buffers as they lie in memory. Every file's SHA-256 is recorded, so that a damaged
+checkpoint is refused before anything is loaded from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing as dc
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_patches import sync_save
+from moe_rl.engine import optimizer_state, shards
 from moe_rl.engine.parallel import Parallel
-from moe_rl.errors import MoeRLError, RunFailed, UserError
+from moe_rl.engine.saver import Saver
+from moe_rl.engine.shards import INTEGRITY, AllOrNone
+from moe_rl.errors import RunFailed, UserError
 
-INTEGRITY = "integrity.json"
 PARTS = ("model", "optimizer", "extra")
-NEARLY_FULL = 64 << 20  # bytes free where a failed write is put down to a full disk: megatron-core hides the reason
 RESHARDABLE, SAME_LAYOUT = "reshardable", "same_layout"
-_SHARDING = {RESHARDABLE: "fully_reshardable", SAME_LAYOUT: "dp_reshardable"}
 
 
 def save(
@@ -44,40 +37,69 @@ def save(
     parallel: Parallel,
     arch: Any,
     extra: dict[str, Any],
+    saver: Saver,
+    *,
     optimizer_format: str = RESHARDABLE,
+    background: bool = False,
 ) -> None:
     """Write `contents` (of model, optimizer, extra) to a new or empty directory. Called by all ranks.
 
     `extra` holds plain values, equal on all ranks; the random state of each rank is stored beside it. An optimizer in
-    the format `same_layout` loads in the layout and with the buffer dtypes of this run alone.
+    the format `same_layout` loads in the layout and with the buffer dtypes of this run alone. With `background` this
+    returns once everything is copied to host memory; `saver` has the rest done, and tells of its failure.
+
+    Host memory beside the live tensors: the largest tensor of this rank's share; with `background` all that the rank
+    writes (its share of the weights, and 12 bytes for each of its optimizer's elements in fp32), until it is written. In
+    the format `reshardable` the states of at most two parameters cut by the shard's ends more. GPU memory: none.
 
     Raises:
         UserError: unknown contents. RunFailed: the directory cannot be written (all ranks raise).
     """
     root = Path(directory)
     _check_contents(contents)
-    sync_save.install()
-    with_model, metadata = _model_state(chunks), _metadata(optimizer_format)
+    with AllOrNone("written", root):
+        if parallel.rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+    group = saver.group
+    with AllOrNone("written", root):
+        state = _state(contents, chunks, optimizer, parallel, arch, extra, optimizer_format)
+        work = shards.plan(state, root, group, parallel.groups.dp)
+        del state
+        if background:
+            shards.stage(work)
+    if background:
+        saver.start(work)
+    else:
+        saver.complete(work)
+
+
+def _state(
+    contents: Sequence[str],
+    chunks: Sequence[nn.Module],
+    optimizer: Any,
+    parallel: Parallel,
+    arch: Any,
+    extra: dict[str, Any],
+    optimizer_format: str,
+) -> dict[str, Any]:
+    """What is to be saved, in megatron's sharded tensors and objects, which are the live ones."""
+    model = _model_state(chunks)
     state: dict[str, Any] = {"moe_rl": _description(contents, parallel, arch)}
     if "model" in contents:
-        state.update(with_model)
+        state.update(model)
     if "optimizer" in contents:
         state["moe_rl"] |= {"optimizer_format": optimizer_format, "buffers": _buffers(optimizer)}
-        state["optimizer"] = optimizer.sharded_state_dict(with_model, metadata=metadata)
+        if optimizer_format == SAME_LAYOUT:
+            state["optimizer"] = optimizer.sharded_state_dict(model, metadata=_AS_IT_LIES)
+        else:
+            if len(optimizer.chained_optimizers) > 1:
+                optimizer._synchronize_steps()
+            state["optimizer"] = _chained(optimizer, [part.state_dict() for part in optimizer.chained_optimizers])
+            state["states"] = dict(enumerate(optimizer_state.sharded_states(optimizer, model)))
         _shorten_groups(optimizer, state["optimizer"])
     if "extra" in contents:
         state.update(extra=extra, rng=_rng_object(parallel, _rng_state(parallel)))
-    with _AllOrNone("written", root):
-        if parallel.rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
-    with _AllOrNone("written", root):
-        # Data-parallel ranks hold the same tensors: let each write a share of them
-        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.groups.dp)
-        dc.save(state, str(root), strategy, content_metadata=metadata)
-    with _AllOrNone("written", root):
-        digests = _gather(_hash_share(root, _files(root), parallel))
-        if parallel.rank == 0:
-            (root / INTEGRITY).write_text(json.dumps(dict(sorted(digests.items())), indent=1))
+    return state
 
 
 def load(
@@ -95,6 +117,10 @@ def load(
     have been saved plain and be loaded offloaded. The random states are restored if the layout is the one that wrote
     them. Called by all ranks; if one fails, all raise.
 
+    Weights and buffers as they lie are read into the live tensors, one stored tensor at a time; states in the format
+    `reshardable` by way of `optimizer_state.LOAD_BYTES`, or one parameter's. An offloading optimizer makes the copies on
+    the CPU that it updates a second time: 4 bytes an element.
+
     Raises:
         UserError: no checkpoint there, contents that it lacks, another model's, or an optimizer of another layout in the
             format `same_layout`.
@@ -103,9 +129,8 @@ def load(
     root = Path(directory)
     if contents is not None:
         _check_contents(contents)
-    with _AllOrNone("read", root):
-        verify(root, parallel)
-    with _AllOrNone("read", root):
+    verify(root, parallel)
+    with AllOrNone("read", root):
         described = dc.load_common_state_dict(str(root)).get("moe_rl", {})
         if contents is None:
             contents = [p for p in described.get("contents", ()) if p != "optimizer" or optimizer is not None]
@@ -116,22 +141,24 @@ def load(
         _check_description(described, contents, arch, root)
         if "optimizer" in contents:
             _check_format(described, parallel, optimizer, root)
-    same_layout = described["layout"] == parallel.describe()
-    metadata = _metadata(described.get("optimizer_format", RESHARDABLE))
-    with _AllOrNone("read", root):
-        with_model = _model_state(chunks)
-        state: dict[str, Any] = dict(with_model) if "model" in contents else {}
-        if "optimizer" in contents:
-            state["optimizer"] = optimizer.sharded_state_dict(with_model, is_loading=True, metadata=metadata)
-        if "extra" in contents and same_layout:
-            state["rng"] = _rng_object(parallel, None)
-        state = dc.load(state, str(root))
+    model = _model_state(chunks)
+    as_it_lies = "optimizer" in contents and described.get("optimizer_format") == SAME_LAYOUT
+    with AllOrNone("read", root):
+        wanted: dict[str, Any] = dict(model) if "model" in contents else {}
+        if as_it_lies:
+            wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_AS_IT_LIES)
+        if "extra" in contents and described["layout"] == parallel.describe():
+            wanted["rng"] = _rng_object(parallel, None)
+        state = dc.load(wanted, str(root))
     if "model" in contents:
-        for name, chunk in zip(with_model, chunks, strict=True):
+        for name, chunk in zip(model, chunks, strict=True):
             chunk.load_state_dict(state[name], strict=True)
     if "optimizer" in contents:
         _keep_own_groups(optimizer, state["optimizer"])
         optimizer.load_state_dict(state["optimizer"])
+        with AllOrNone("read", root), torch.no_grad():
+            if not as_it_lies:
+                optimizer_state.load_states(optimizer, _model_state(chunks), root)
     elif "model" in contents and optimizer is not None:
         optimizer.reload_model_params()
     if "rng" in state:
@@ -139,27 +166,18 @@ def load(
     return dict(state.get("extra", {})) if "extra" in contents else {}
 
 
-def verify(directory: str | Path, parallel: Parallel | None = None) -> None:
-    """Check every file against its recorded SHA-256; with `parallel` each rank takes a share, and all must call.
+def verify(directory: str | Path, parallel: Parallel) -> None:
+    """Check every file against its recorded SHA-256; each rank takes a share, and all must call.
 
     Raises:
         UserError: `directory` holds no checkpoint. RunFailed: files are missing or changed, all named.
     """
     root = Path(directory)
-    if not (root / INTEGRITY).is_file():
-        left = "it is missing or was never finished" if root.is_dir() else "the directory does not exist"
-        raise UserError(
-            "checkpoint.missing", f"no checkpoint in {root}: {INTEGRITY} not found", left, "Name another one."
-        )
-    try:
-        recorded = json.loads((root / INTEGRITY).read_text())
-    except ValueError as error:
-        raise RunFailed("checkpoint.corrupt", f"{root / INTEGRITY} is damaged: {error}") from error
-    found = _hash_share(root, sorted(recorded), parallel)
-    wrong = [f"{root / n} {'is missing' if d is None else 'has changed'}" for n, d in found.items() if d != recorded[n]]
-    if parallel is not None:
-        wrong = sorted(set(_gather(dict.fromkeys(wrong))))
-    if wrong:
+    with AllOrNone("read", root) as step:
+        recorded = _recorded(root)
+        mine = sorted(recorded)[parallel.rank :: parallel.world]
+        step.mine = [fault for name in mine if (fault := _fault(root / name, recorded[name]))]
+    if wrong := sorted(fault for faults in step.all for fault in faults):
         raise RunFailed(
             "checkpoint.corrupt",
             "; ".join(wrong),
@@ -168,23 +186,48 @@ def verify(directory: str | Path, parallel: Parallel | None = None) -> None:
         )
 
 
+def _recorded(root: Path) -> dict[str, str]:
+    """File name -> SHA-256 as it was saved."""
+    if not (root / INTEGRITY).is_file():
+        left = "it is missing or was never finished" if root.is_dir() else "the directory does not exist"
+        raise UserError(
+            "checkpoint.missing", f"no checkpoint in {root}: {INTEGRITY} not found", left, "Name another one."
+        )
+    try:
+        return json.loads((root / INTEGRITY).read_text())
+    except ValueError as error:
+        raise RunFailed("checkpoint.corrupt", f"{root / INTEGRITY} is damaged: {error}") from error
+
+
+def _fault(path: Path, recorded: str) -> str:
+    try:
+        return "" if shards.sha256(path) == recorded else f"{path} has changed"
+    except OSError:
+        return f"{path} is missing"
+
+
 # ------------------------------------------------------------------------------------------------ parts of the state
 def _model_state(chunks: Sequence[nn.Module]) -> dict[str, Any]:
     """Sharded tensors of each chunk; their keys are global names, so chunks of any layout can read them."""
     several = len(chunks) > 1
     return {
-        f"model{i}" if several else "model": chunk.sharded_state_dict(metadata=_metadata(RESHARDABLE))
+        f"model{i}" if several else "model": chunk.sharded_state_dict(metadata=_RESHARDABLE)
         for i, chunk in enumerate(chunks)
     }
 
 
-def _metadata(optimizer_format: str) -> dict[str, Any]:
-    """What megatron's sharded_state_dict is told of a checkpoint."""
-    return {
-        "distrib_optim_sharding_type": _SHARDING[optimizer_format],
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
+# what megatron's sharded_state_dict is told of a checkpoint
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+_AS_IT_LIES = _RESHARDABLE | {"distrib_optim_sharding_type": "dp_reshardable"}
+
+
+def _chained(optimizer: Any, states: list[dict[str, Any]]) -> dict[Any, Any]:
+    """States of all chained optimizers, in the form that their load_state_dict takes."""
+    return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
 def _buffers(optimizer: Any) -> str:
@@ -295,65 +338,5 @@ def _check_format(described: dict[str, Any], parallel: Parallel, optimizer: Any,
             "checkpoint.optimizer_format",
             f"the optimizer in {root} was saved by another layout: {'; '.join(differ)}",
             "checkpoint.optimizer_format=same_layout stores each rank's buffers as they lie in memory.",
-            "Load it in its own layout and save with checkpoint.optimizer_format=reshardable, or load its model alone.",
-        )
-
-
-# ------------------------------------------------------------------------------------------------------------- files
-def _files(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir() if p.is_file() and p.name != INTEGRITY)
-
-
-def _hash_share(root: Path, names: Sequence[str], parallel: Parallel | None) -> dict[str, str | None]:
-    """SHA-256 of this rank's share of the files; None for one that is not there."""
-    mine = names if parallel is None else names[parallel.rank :: parallel.world]
-    return {name: _sha256(root / name) for name in mine}
-
-
-def _sha256(path: Path) -> str | None:
-    try:
-        with path.open("rb") as f:
-            return hashlib.file_digest(f, "sha256").hexdigest()
-    except OSError:
-        return None
-
-
-def _gather(share: dict[str, Any]) -> dict[str, Any]:
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, share)
-    return {name: value for s in shares for name, value in s.items()}
-
-
-class _AllOrNone:
-    """A block that succeeds on all ranks or raises on all: no rank waits in a collective for one that has failed."""
-
-    def __init__(self, done: str, root: Path) -> None:
-        self.done, self.root = done, root
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # torch's CheckpointException is no Exception; an interrupt is not a fault to share
-        if error is not None and not isinstance(error, Exception | CheckpointException):
-            return
-        faults: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(faults, None if error is None else self._as_ours(error))
-        first = next((f for f in faults if f is not None), None)
-        if first is not None:
-            raise first from error
-
-    def _as_ours(self, error: BaseException) -> MoeRLError:
-        if isinstance(error, MoeRLError):
-            return error
-        if isinstance(error, CheckpointException) and error.failures:
-            error = next(iter(error.failures.values()))[0]  # a rank's own, without the traceback around it
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[-300:]
-        what = f"the checkpoint in {self.root} could not be {self.done}"
-        if self.done != "written":
-            return RunFailed("checkpoint.io", what, reason)
-        there = next(p for p in self.root.parents if p.is_dir())
-        free = shutil.disk_usage(there).free
-        why = "The disk is full." if free < NEARLY_FULL else reason
-        return RunFailed(
-            "checkpoint.io", what, why, f"{free >> 20} MiB are free in {there}: make room, or write elsewhere."
+            "Resume in its own layout, or without the optimizer: checkpoint.load_contents=[model,extra].",
         )

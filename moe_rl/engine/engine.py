@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from moe_rl.config import Config
-from moe_rl.engine import checkpoint
+from moe_rl.engine import checkpoint, memory
 from moe_rl.engine.batch import MicroBatch
 from moe_rl.engine.parallel import Parallel, destroy, init_distributed
+from moe_rl.engine.saver import Saver
 from moe_rl.engine.schedule import scheduled_rate
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_facts
@@ -42,6 +43,7 @@ class Engine:
         self.patches = apply_patches(config.patches.disable)
         self.arch = family.read_arch(config.model.path)
         self.steps = 0
+        self.saver = Saver()
         self.transformer_config = build.make_transformer_config(family, self.arch, config, parallel)
         self.chunks: list[nn.Module] = build.build_chunks(family, self.arch, self.transformer_config, parallel)
         self.reference: list[nn.Module] = []
@@ -112,6 +114,7 @@ class Engine:
         """
         from moe_rl.engine import step
 
+        self.saver.check()
         if reference and not self.reference:
             raise UserError("engine.reference", "this engine was built without the reference model")
         chunks = self.reference if reference else self._wrapped
@@ -133,6 +136,7 @@ class Engine:
 
         if self.optimizer is None:
             raise UserError("engine.train", "this engine was built for scoring only (train=False)")
+        self.saver.check()
         lr = scheduled_rate(self.config, self.steps) if lr is None else lr
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
@@ -196,15 +200,41 @@ class Engine:
             self.optimizer.reload_model_params()
 
     # --------------------------------------------------------------------------------------------------- checkpoints
-    def save(self, directory: str | Path, *, contents: Sequence[str] | None = None) -> None:
-        """Write this engine's state (`checkpoint.contents` by default); all ranks call. See engine.checkpoint.save."""
-        contents = self.config.checkpoint.contents if contents is None else contents
+    def save(
+        self, directory: str | Path, *, contents: Sequence[str] | None = None, background: bool | None = None
+    ) -> None:
+        """Write this engine's state (`checkpoint.contents` by default); all ranks call. See engine.checkpoint.save.
+
+        With `background` (`checkpoint.async_save` by default) the files are written beside the training: the directory is
+        a checkpoint once `finish_save` has returned. A save that is still in flight is waited for first.
+        """
+        options = self.config.checkpoint
+        contents = options.contents if contents is None else contents
         if "optimizer" in contents and self.optimizer is None:
             raise UserError("checkpoint.contents", "an engine built with train=False has no optimizer to save")
-        extra, form = {"steps": self.steps}, self.config.checkpoint.optimizer_format
-        checkpoint.save(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch, extra, form)
+        self.finish_save()
+        checkpoint.save(
+            directory,
+            contents,
+            self.chunks,
+            self.optimizer,
+            self.parallel,
+            self.arch,
+            {"steps": self.steps},
+            self.saver,
+            optimizer_format=options.optimizer_format,
+            background=options.async_save if background is None else background,
+        )
 
-    def load(self, directory: str | Path, *, contents: Sequence[str] | None = None) -> None:
+    def finish_save(self) -> None:
+        """Wait for the save in flight, if there is one.
+
+        Raises:
+            RunFailed: it failed; all ranks raise the same. `update` and `log_probs` raise it too.
+        """
+        self.saver.wait()
+
+    def load(self, directory: str | Path, *, contents: Sequence[str] | None = None) -> dict[str, float]:
         """Read a checkpoint that any layout wrote, by default all that it holds; all ranks call.
 
         Without `optimizer` in `contents` the moments stay as they are and the masters follow the weights. See
@@ -212,21 +242,32 @@ class Engine:
         """
         if self.optimizer is None and contents is not None:
             contents = [part for part in contents if part != "optimizer"]
-        extra = checkpoint.load(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch)
+        start, peak = time.perf_counter(), memory.Peak()
+        try:
+            extra = checkpoint.load(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch)
+        finally:
+            peak.stop()
         self.steps = extra.get("steps", self.steps)
 
     # --------------------------------------------------------------------------------------------------------- other
     def memory(self) -> dict[str, float]:
+
+        Returns:
+            `seconds`, and the peaks `host_peak_gib` and `gpu_peak_gib` above what was in use before.
         """Memory of this process in GiB: `host` now, `host_peak` and `gpu_peak` (0 without one) since its start."""
         import psutil
 
-        cuda = self.parallel.device.type == "cuda"
         return {
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "host_peak_gib": peak.host / _GIB, "gpu_peak_gib": peak.gpu / _GIB}
             "host": psutil.Process().memory_info().rss / _GIB,
             "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
-            "gpu_peak": torch.cuda.max_memory_allocated() / _GIB if cuda else 0.0,
+            "gpu_peak": memory.gpu_peak_bytes()[0] / _GIB,
         }
 
     def close(self) -> None:
-        """Leave the process groups."""
-        destroy()
+        """Leave the process groups, once the save in flight is written."""
+        try:
+            self.finish_save()
+        finally:
+            destroy()

@@ -66,13 +66,11 @@ class Worker:
         """Peak host memory of this process, and of what it allocated and reserved of its GPU (0 without one), in GiB."""
         import resource
 
-        import torch
+        from moe_rl.engine.memory import GIB, gpu_peak_bytes
 
-        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "gpu": 0.0, "gpu_reserved": 0.0}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            peak["gpu"] = torch.cuda.max_memory_allocated() / 2**30
-            peak["gpu_reserved"] = torch.cuda.max_memory_reserved() / 2**30
-        return peak
+        gpu, reserved = gpu_peak_bytes()
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"host": host / GIB, "gpu": gpu / GIB, "gpu_reserved": reserved / GIB}
 
 
 class TrainerWorker(Worker):
@@ -164,8 +162,11 @@ class TrainerWorker(Worker):
     def save(self, directory: str, contents: Sequence[str]) -> None:
         self.engine.save(directory, contents=contents)
 
-    def load(self, directory: str, contents: Sequence[str]) -> None:
-        self.engine.load(directory, contents=contents)
+    def finish_save(self) -> None:
+        self.engine.finish_save()
+
+    def load(self, directory: str, contents: Sequence[str]) -> dict[str, float]:
+        return self.engine.load(directory, contents=contents)
 
     def digest(self) -> dict[str, int]:
         return self.engine.digest()

@@ -1,8 +1,7 @@
 """Runtime patches of megatron-core, for any trainer: ``import moe_patches; moe_patches.apply()``.
 
 `apply` mends what its probes find broken, in this process, and says what it did; README.md lists the patches. Beside the
-ledger stand two explicit parts that `apply` never touches: :mod:`moe_patches.cpu`, which lets megatron-core run without
-a GPU, and :mod:`moe_patches.sync_save`, for synchronous checkpoints.
+ledger stands :mod:`moe_patches.cpu`, which lets megatron-core run without a GPU and which `apply` never touches.
 """
 
 from __future__ import annotations
