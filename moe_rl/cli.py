@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 RESOLVED = "config.resolved.yaml"
+STATE = "state.json"  # of a run's checkpoint
 
 app = typer.Typer(
     help="GRPO for large mixture-of-experts models, native to Megatron-Core.",
@@ -221,12 +222,17 @@ def describe(config: Config, inputs: Inputs) -> str:
 
 
 def _resolved_config(source: Path) -> Path | None:
-    """The configuration of the run that a checkpoint (or the run directory) belongs to; None for a model directory."""
-    if (source / "config.json").is_file():
+    """The configuration of the run that a checkpoint (or the run directory) belongs to; None for a model directory.
+
+    A checkpoint that was taken out of its run is a model directory: it has the model's config.json.
+    """
+    has_config = (source / "config.json").is_file()
+    if not has_config or (source / STATE).is_file():
+        for directory in (source, *list(source.absolute().parents)[:2]):
+            if (directory / RESOLVED).is_file():
+                return directory / RESOLVED
+    if has_config:
         return None
-    for directory in (source, *list(source.absolute().parents)[:2]):
-        if (directory / RESOLVED).is_file():
-            return directory / RESOLVED
     raise UserError(
         "score.source",
         f"{source} is neither a model directory nor a checkpoint of a run",

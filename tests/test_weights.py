@@ -15,6 +15,7 @@ from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import expected, transformers_views, weight_table
 from moe_rl.models.load import check_released, load_released, read_headers, save_released
+from moe_rl.models.weights import whole_parts
 from tests.tiny_v4 import randomise, tiny_config
 
 ARCH = DeepseekV4Arch.from_dict(tiny_config())
@@ -172,7 +173,7 @@ def test_the_map_and_the_checks_need_no_torch(saved):
         "import json, sys; from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch;"
         "from moe_rl.models.deepseek_v4.weights import weight_table; from moe_rl.models.load import check_released;"
         f"c = json.load(open({str(saved / 'config.json')!r}));"
-        f"print(len(check_released({str(saved)!r}, weight_table(DeepseekV4Arch.from_dict(c)))), 'torch' in sys.modules)"
+        f"print(len(check_released({str(saved)!r}, weight_table(DeepseekV4Arch.from_dict(c)))[0]), 'torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == [str(len(expected(ARCH))), "False"]
@@ -184,7 +185,7 @@ def test_the_map_and_the_checks_need_no_torch(saved):
 def test_save_then_load_is_exact(model, saved):
     other = hf_model()
     views = transformers_views(other, ARCH)
-    load_released(saved, views)
+    load_released(saved, whole_parts(views), TABLE)
     for name, value in transformers_views(model, ARCH).items():
         assert torch.equal(views[name], value), name
     assert sorted(p.name for p in saved.iterdir()) == [
@@ -198,7 +199,7 @@ def test_save_then_load_is_exact(model, saved):
 def test_bf16_writes_the_released_dtypes(model, tmp_path):
     save_released(tmp_path / "m", transformers_views(model, ARCH).items(), TABLE, tiny_config())
     kinds = {"bf16": "BF16", "fp32": "F32", "int32": "I32"}
-    stored = check_released(tmp_path / "m", TABLE)
+    stored, _ = check_released(tmp_path / "m", TABLE)
     assert {n: s.dtype for n, s in stored.items()} == {n: kinds[s.dtype] for n, s in expected(ARCH).items()}
     assert json.loads((tmp_path / "m" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
@@ -208,7 +209,7 @@ def test_a_model_of_several_files_is_the_same_model(model, saved, tmp_path):
 
     views = transformers_views(model, ARCH)
     save_released(tmp_path / "many", views.items(), TABLE, tiny_config(), dtype="fp32", max_file_bytes=50_000)
-    stored = check_released(tmp_path / "many", TABLE)
+    stored, _ = check_released(tmp_path / "many", TABLE)
     files = {s.file for s in stored.values()}
     assert len(files) > 3 and all((tmp_path / "many" / f).stat().st_size < 60_000 for f in files)
     again = transformers_views(AutoModelForCausalLM.from_pretrained(tmp_path / "many"), ARCH)
@@ -259,10 +260,10 @@ def test_all_faults_are_listed_in_one_error(saved):
     assert "2 missing: layers.0.ffn.gate.tid2eid, layers.1.attn.wq_a.weight" in text
     assert "1 not a tensor of this model: layers.4.attn.wq_a.weight (model.safetensors)" in text
     assert "layers.3.ffn.experts.7.w2.weight is [3, 16], not [32, 16] (model.safetensors)" in text
-    assert "head.weight is I8 (model.safetensors)" in text
+    assert "head.weight is I8, not BF16 (model.safetensors)" in text
     assert "mtp" not in text
     with pytest.raises(UserError, match="2 missing"):
-        load_released(saved, transformers_views(hf_model(), ARCH))
+        load_released(saved, whole_parts(transformers_views(hf_model(), ARCH)), TABLE)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 4000, -1])
@@ -311,8 +312,8 @@ def test_integers_that_do_not_fit_are_refused(saved):
 
     edit(saved, change)
     views = {"layers.0.ffn.gate.tid2eid": torch.zeros(61, 2, dtype=torch.int32)}
-    with pytest.raises(UserError, match="tid2eid holds integers"):
-        load_released(saved, views)
+    with pytest.raises(UserError, match="tid2eid .model.safetensors. names expert 1099511627776; they go from 0 to 7"):
+        load_released(saved, whole_parts(views), TABLE)
 
 
 def test_the_trainer_loads_what_transformers_holds_and_writes_the_same_files(megatron_world, model, saved, tmp_path):
@@ -324,7 +325,7 @@ def test_the_trainer_loads_what_transformers_holds_and_writes_the_same_files(meg
     assert views.keys() == expected(ARCH).keys()
     for view in views.values():
         view.fill_(torch.nan if view.is_floating_point() else -1)
-    load_released(saved, views)
+    load_released(saved, whole_parts(views), TABLE)
     theirs = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     compared = 0
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:

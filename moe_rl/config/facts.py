@@ -12,8 +12,8 @@ class ModelFacts:
     `hash_layers` holds the 0-based indices of the decoder layers routed by token id. `tokenizer_vocab` is the
     number of ids that the tokenizer can produce (highest id + 1), None when the directory has no tokenizer.
     `supports_tp` says whether the family can split a layer over tensor-parallel ranks; `tp_reason` says why not.
-    `weight_files` counts the safetensors files (0: the directory holds no weights) and `num_parameters` the values of
-    the whole model, buffers included.
+    `weight_files` counts the files of weights, safetensors or of a dist-checkpoint (0: the directory holds no weights),
+    and `num_parameters` the values of the whole model, buffers included.
     """
 
     family: str

@@ -71,7 +71,7 @@ class Engine:
     ) -> Engine:
         """Join the other ranks at `address` (``host:port``) and build this rank's share of the model.
 
-        Weights come from the safetensors in `model.path`; a model without any is refused unless `random_init` is set,
+        Weights come from the checkpoint in `model.path`; a model without any is refused unless `random_init` is set,
         which then draws them by name, equal in every layout, from `trainer.seed`. With `train=False` there are no
         gradients and no optimizer. With `reference` a frozen copy of the starting weights is held beside the policy.
 
@@ -82,7 +82,7 @@ class Engine:
         if facts.weight_files == 0 and not random_init:
             raise UserError(
                 "model.weights",
-                f"{config.model.path} holds no safetensors file",
+                f"{config.model.path} holds no weights",
                 "Training starts from weights.",
                 "Point model.path at a directory with weights.",
             )
@@ -186,12 +186,20 @@ class Engine:
         }
 
     def load_released(self, path: str | Path) -> None:
-        """Read weights from safetensors into the policy and the reference. Raises UserError as models.load does."""
+        """Read weights into the policy and the reference, from safetensors (released, or plain) or a dist-checkpoint.
+
+        All ranks call. Raises UserError as models.load, or as engine.checkpoint.load."""
+        from moe_rl.models.headers import recognise
         from moe_rl.models.load import load_released
 
-        load_released(path, self.weights())
+        if recognise(path) == "dist":
+            for chunks in filter(None, (self.chunks, self.reference)):
+                checkpoint.load(path, ["model"], chunks, None, self.parallel, self.arch)
+            return self.reload_master()
+        table = self.family.weight_table(self.arch)
+        load_released(path, self.weights(), table)
         if self.reference:
-            load_released(path, self.weights(reference=True))
+            load_released(path, self.weights(reference=True), table)
         self.reload_master()
 
     def reload_master(self) -> None:

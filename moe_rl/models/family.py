@@ -46,10 +46,17 @@ class Family(ABC):
         """The weight map: released name <-> megatron-core name <-> transformers name."""
 
     def check_weights(self, path: str | Path) -> None:
-        """Check the weight files in `path` against its config.json by their headers (UserError lists what is wrong)."""
+        """Check the weight files in `path` against its config.json by their headers (UserError lists what is wrong).
+
+        Of a dist-checkpoint it is checked that its files are there; the ranks that load it check their content.
+        """
+        from moe_rl.models.headers import check_dist_files, recognise
         from moe_rl.models.load import check_released
 
-        check_released(path, self.weight_table(self.read_arch(path)))
+        if recognise(path) == "dist":
+            check_dist_files(path)
+        else:
+            check_released(path, self.weight_table(self.read_arch(path)))
 
 
 class _DeepseekV4(Family):
@@ -183,7 +190,7 @@ def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
         tokenizer_vocab=_tokenizer_vocab(Path(path)),
         supports_tp=chosen.supports_tp,
         tp_reason=chosen.tp_reason,
-        weight_files=len(list(Path(path).glob("*.safetensors"))),
+        weight_files=sum(len(list(Path(path).glob(kind))) for kind in ("*.safetensors", "*.distcp")),
         num_parameters=sum(spec.numel for spec in chosen.weight_table(arch).expected().values()),
         **chosen.facts(arch),
     )

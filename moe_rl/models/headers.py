@@ -16,6 +16,7 @@ from moe_rl.models.wire import SIZES
 
 INDEX = "model.safetensors.index.json"
 DIST_MARKS = (".metadata", "metadata.json")  # of torch's distributed checkpoints, and megatron-core's beside it
+DIST_DIGESTS = "integrity.json"  # file name -> SHA-256, of the dist-checkpoints written here
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
@@ -44,6 +45,18 @@ def recognise(path: str | Path) -> str:
             root, [f"it holds *.safetensors files and a dist-checkpoint ({DIST_MARKS[0]}): which is the model?"]
         )
     return "safetensors" if tensors else "dist" if dist else ""
+
+
+def check_dist_files(path: str | Path) -> None:
+    """UserError if a dist-checkpoint lacks a file that its record of digests names, or has no such record."""
+    root = Path(path)
+    try:
+        names = list(json.loads((root / DIST_DIGESTS).read_text()))
+    except (OSError, ValueError) as error:
+        raise broken(root, [f"{DIST_DIGESTS} cannot be read: {error}"]) from None
+    missing = [name for name in names if not (root / name).is_file()]
+    if missing:
+        raise broken(root, listed("missing file(s)", missing))
 
 
 def read_headers(path: str | Path) -> dict[str, Stored]:

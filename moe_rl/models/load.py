@@ -1,30 +1,28 @@
 """Released checkpoints on disk: check their headers, read them into a model, write one.
 
 A directory holds `config.json`, `*.safetensors` (with `model.safetensors.index.json` where there are several) and the
-tokenizer's files. Checking needs no torch: a safetensors file starts with the length of a JSON header (8 bytes, little
-endian), the header gives dtype, shape and byte range of each tensor, and the data follow
-(https://github.com/huggingface/safetensors, "Format").
+tokenizer's files. Weights are as the family quantises them, or plain.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.weights import BY_SAFETENSORS_NAME, DTYPES, Parts, TensorSpec, WeightTable, dtype_name, torch_dtype
+from moe_rl.models.headers import INDEX, Stored, broken, listed, read_headers
+from moe_rl.models.weights import DTYPES, Parts, WeightTable, torch_dtype
+from moe_rl.models.wire import Wire, mismatches
 
 if TYPE_CHECKING:
     import torch
 
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,175 +30,69 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
-class Stored(NamedTuple):
-    """Where a tensor lies: file name within the directory, safetensors dtype name, shape."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def read_headers(path: str | Path) -> dict[str, Stored]:
-    """Name -> place of every tensor in a checkpoint directory, from the headers alone (no torch, no tensor data).
-
-    Raises:
-        UserError: no weight files, a file the index names is missing, a header that is not one, a truncated file, a
-            tensor in two files.
-    """
-    root = Path(path)
-    stored: dict[str, Stored] = {}
-    problems: list[str] = []
-    for file in _weight_files(root):
-        try:
-            header = _read_header(root / file)
-        except ValueError as error:
-            problems.append(f"{file} {error}")
-            continue
-        for name, entry in header.items():
-            if name in stored:
-                problems.append(f"{name} is both in {stored[name].file} and in {file}")
-            stored[name] = entry
-    if problems:
-        raise _broken(root, problems)
-    return stored
-
-
-def _weight_files(root: Path) -> list[str]:
-    """File names of the weights: those of the index where there is one, else all safetensors files."""
-    if not root.is_dir():
-        raise UserError("model.path", f"{root} is not a directory", "it should hold a checkpoint", "set model.path")
-    index = root / INDEX
-    if not index.is_file():
-        files = sorted(file.name for file in root.glob("*.safetensors") if file.is_file())
-        if not files:
-            raise _broken(root, ["no *.safetensors file"])
-        return files
-    try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if not all(isinstance(file, str) for file in files):
-            raise TypeError("weight_map names a file by what is no text")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _broken(root, [f"{INDEX} is not an index ({error})"]) from None
-    missing = [f"{file} is missing, {INDEX} names it" for file in files if not (root / file).is_file()]
-    if missing:
-        raise _broken(root, missing)
-    return files
-
-
-def _read_header(file: Path) -> dict[str, Stored]:
-    """One file's header; ValueError (to follow the file's name) when the file is not whole."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER, size - 8):
-            raise ValueError(f"is truncated or not safetensors: {size} bytes cannot hold its header")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            places = {n: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()}
-            end = max((stop for _, _, _, stop in places.values()), default=0)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"has a damaged header ({type(error).__name__}: {error})") from None
-    if size != 8 + length + end:
-        verb = "is truncated" if size < 8 + length + end else "is too long"
-        raise ValueError(f"{verb}: {size} bytes, its header speaks of {8 + length + end}")
-    for name, (dtype, shape, start, stop) in places.items():
-        known = BY_SAFETENSORS_NAME.get(dtype)
-        if known is not None and stop - start != known.size * math.prod(shape):
-            raise ValueError(f"has a damaged header: {name} of shape {list(shape)} takes {stop - start} bytes")
-    return {name: Stored(file.name, dtype, shape) for name, (dtype, shape, *_) in places.items()}
-
-
-def check_released(path: str | Path, table: WeightTable) -> dict[str, Stored]:
+def check_released(path: str | Path, table: WeightTable) -> tuple[dict[str, Stored], Wire]:
     """Check a whole checkpoint against a model by its headers alone; torch-free, seconds for any size.
 
-    Returns the place of each tensor of the table.
+    Returns the place of each of its tensors, the passed over ones included, and how it stores its weights.
 
     Raises:
-        UserError: as `read_headers`; or tensors missing, extra, of another shape or of an unknown dtype, all listed.
+        UserError: as `read_headers`; or tensors missing, extra, of another shape or dtype, all listed; or weights of which
+            some are quantised and others are not.
     """
     stored = read_headers(path)
-    expected = table.expected()
-    extra = [n for n in stored if n not in expected and not n.startswith(table.ignored)]
-    problems = _compare(expected, stored)
-    problems += _listed("not a tensor of this model", [f"{n} ({stored[n].file})" for n in sorted(extra)])
+    wire = Wire.of(table, stored)
+    found: dict[str, list[str]] = {}
+    for kind, tensor in mismatches(table, stored, wire):
+        found.setdefault(kind, []).append(tensor)
+    problems = [line for kind in sorted(found) for line in listed(kind, found[kind])]
+    if wire.quantised and not (wire.linears and wire.experts) and {"fp8", "mxfp4"} <= {r.quant for r in table.rows}:
+        whole, part = ("experts", "linears") if wire.linears else ("linears", "experts")
+        problems.append(f"its {part} are quantised and its {whole} are not: a mixture of two checkpoints")
     if problems:
-        raise _broken(Path(path), problems)
-    return {name: stored[name] for name in expected}
+        raise broken(Path(path), problems)
+    return stored, wire
 
 
-def _compare(expected: Mapping[str, TensorSpec], stored: Mapping[str, Stored]) -> list[str]:
-    """Problems of the expected tensors, grouped by kind."""
-    missing, misshapen, unread = [], [], []
-    for name, spec in expected.items():
-        place = stored.get(name)
-        if place is None:
-            missing.append(name)
-            continue
-        if place.shape != spec.shape:
-            misshapen.append(f"{name} is {list(place.shape)}, not {list(spec.shape)} ({place.file})")
-        dtype = BY_SAFETENSORS_NAME.get(place.dtype)
-        if dtype is None or dtype.integer != DTYPES[spec.dtype].integer:
-            unread.append(f"{name} is {place.dtype} ({place.file})")
-    return (
-        _listed("missing", missing)
-        + _listed("of another shape", misshapen)
-        + _listed("of a dtype that is not read here (quantised?)", unread)
-    )
+def load_released(path: str | Path, parts: Parts, table: WeightTable) -> None:
+    """Copy a checkpoint's tensors into live blocks (`WeightTable.trainer_parts` and its like), rows at a time.
 
-
-def _listed(kind: str, names: list[str]) -> list[str]:
-    """One line for all tensors of a kind of problem."""
-    if not names:
-        return []
-    return [f"{len(names)} {kind}: {', '.join(names)}"]
-
-
-def _broken(root: Path, problems: list[str]) -> UserError:
-    return UserError(
-        "model.weights",
-        f"the checkpoint {root} cannot be used:\n    " + "\n    ".join(problems),
-        "the model would start from weights other than the ones it was given",
-        "download or copy the checkpoint again, or point model.path at the one this config.json belongs to",
-    )
-
-
-def load_released(path: str | Path, parts: Parts) -> None:
-    """Copy a checkpoint's tensors into live blocks (`WeightTable.trainer_parts` and its like), one tensor at a time.
-
-    Only the files and tensors that the blocks ask for are read. Floating dtypes are rounded to the block's; integers
-    (`tid2eid`) must fit. Run `check_released` first to learn of tensors that no block asks for.
+    Released (FP8, MXFP4) weights are decoded on the way; some 16 MiB of values are in hand at a time. Only the rows that the
+    blocks ask for are read. Floating dtypes are rounded to the block's; integers are expert indices and are checked.
 
     Raises:
-        UserError: a block's tensor is missing or has another shape or kind of dtype (all listed).
+        UserError: as `check_released`; or a value is not finite, or no expert.
     """
     import torch
-    from safetensors import safe_open
 
-    stored = read_headers(path)
-    specs = {name: TensorSpec(blocks[0].shape, dtype_name(blocks[0].view)) for name, blocks in parts.items()}
-    problems = _compare(specs, stored)
-    if problems:
-        raise _broken(Path(path), problems)
-    by_file: dict[str, list[str]] = {}
-    for name in parts:
-        by_file.setdefault(stored[name].file, []).append(name)
-    for file, names in by_file.items():
-        with safe_open(str(Path(path) / file), framework="pt") as reader, torch.no_grad():
-            for name in names:
-                value = reader.get_tensor(name)
-                for part in parts[name]:
-                    copy_exact_integers(part.view, value[part.index], name)
+    from moe_rl.models.reader import Reader, row_steps
+
+    stored, wire = check_released(path, table)
+    by_file = sorted((e for e in table.entries if e.name in parts), key=lambda e: stored[e.name].file)
+    with Reader(path, stored) as reader, torch.no_grad():
+        for entry in by_file:
+            blocks = parts[entry.name]
+            spans = [(b.start[0], b.start[0] + b.view.shape[0]) for b in blocks]
+            dtype = blocks[0].view.dtype
+            for start, stop in row_steps(entry, min(a for a, _ in spans), max(z for _, z in spans)):
+                value = reader.decoded(entry, wire, start, stop, dtype)
+                if not value.is_floating_point():
+                    check_experts(value, entry.name, stored[entry.name].file, table.experts, Path(path))
+                for (first, last), block in zip(spans, blocks, strict=True):
+                    low, high = max(first, start), min(last, stop)
+                    if low < high:
+                        rest = block.index[1:]
+                        block.view[low - first : high - first].copy_(value[(slice(low - start, high - start), *rest)])
 
 
-def copy_exact_integers(view: torch.Tensor, value: torch.Tensor, name: str) -> None:
-    """`view.copy_(value)`; UserError if an integer does not survive the change of dtype. Floats are rounded."""
-    view.copy_(value)
-    if not view.is_floating_point() and not view.to(value.dtype).equal(value.to(view.device)):
-        raise UserError("model.weights", f"{name} holds integers that {view.dtype} cannot", "they would wrap around")
+def check_experts(table: torch.Tensor, name: str, file: str, experts: int, root: Path) -> None:
+    """UserError if an expert index is outside [0, experts)."""
+    low, high = int(table.min()), int(table.max())
+    if low < 0 or high >= experts:
+        raise broken(
+            root, [f"{name} ({file}) names expert {low if low < 0 else high}; they go from 0 to {experts - 1}"]
+        )
 
 
 def save_released(
@@ -238,9 +130,15 @@ def save_released(
         _write_json(work / INDEX, index)
         written = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
         _write_json(work / "config.json", {**config, "torch_dtype": written, "dtype": written})
-        for name in TOKENIZER_FILES:
-            if tokenizer_dir is not None and (Path(tokenizer_dir) / name).is_file():
-                shutil.copyfile(Path(tokenizer_dir) / name, work / name)
+        if tokenizer_dir is not None:
+            copy_files(TOKENIZER_FILES, tokenizer_dir, work)
+
+
+def copy_files(names: Iterable[str], source: str | Path, target: Path) -> None:
+    """Copy those of `names` that `source` has."""
+    for name in names:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, target / name)
 
 
 @contextmanager

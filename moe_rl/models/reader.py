@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
+from moe_rl.errors import UserError
 from moe_rl.models import codec
 from moe_rl.models.headers import Stored, broken
 from moe_rl.models.weights import BY_SAFETENSORS_NAME, Entry, torch_dtype
 from moe_rl.models.wire import BYTES, E8M0, FP8, FP8_BLOCK, Wire, scale_name
 
-STEP_BYTES = 64 << 20  # of decoded values in hand at a time
+STEP_BYTES = 16 << 20  # of decoded values in hand at a time
 _DTYPES = {n: torch_dtype(d.name) for n, d in BY_SAFETENSORS_NAME.items()} | {
     FP8: torch.float8_e4m3fn,
     E8M0: torch.float8_e8m0fnu,
@@ -85,27 +86,23 @@ class Reader:
         `start` is a multiple of 128 for FP8. Products of code and scale are rounded once, to `dtype`.
 
         Raises:
-            UserError: a value is not finite, or an expert index out of range; names tensor and file.
+            UserError: a value is not finite; names tensor and file.
         """
         kind, name = wire.kind(entry), entry.name
         weight = self.rows(name, start, stop)
-        if kind == "fp8":
-            scales = self.rows(scale_name(name), start // FP8_BLOCK, -(-stop // FP8_BLOCK))
-            weight = codec.fp8_decode(weight, scales, dtype)
-        elif kind == "mxfp4":
-            scales = self.rows(scale_name(name), start, stop)
-            weight = codec.mxfp4_decode(weight.view(torch.uint8), scales.view(torch.uint8), dtype)
+        try:
+            if kind == "fp8":
+                scales = self.rows(scale_name(name), start // FP8_BLOCK, -(-stop // FP8_BLOCK))
+                return codec.fp8_decode(weight, scales, dtype, name=name)
+            if kind == "mxfp4":
+                return codec.mxfp4_decode(weight, self.rows(scale_name(name), start, stop), dtype, name=name)
+        except UserError as error:
+            files = sorted({self.stored[name].file, self.stored[scale_name(name)].file})
+            raise broken(self.root, [f"{error.what} ({', '.join(files)}): {error.why}"]) from None
         if weight.is_floating_point() and not _all_finite(weight):
-            raise broken(self.root, [self._not_finite(entry, kind, weight, start)])
+            at = (~torch.isfinite(weight)).nonzero()[0].tolist()
+            raise broken(self.root, [f"{name} ({self.stored[name].file}) is not finite at {[start + at[0], *at[1:]]}"])
         return weight
-
-    def _not_finite(self, entry: Entry, kind: str, values: torch.Tensor, start: int) -> str:
-        row, *rest = (~torch.isfinite(values.float())).nonzero()[0].tolist()
-        where = f"{entry.name} ({self.stored[entry.name].file}) is not finite at {[start + row, *rest]}"
-        if kind:
-            scale = scale_name(entry.name)
-            where += f": that block, or its scale in {scale} ({self.stored[scale].file}), is NaN or overflows"
-        return where
 
 
 def _all_finite(values: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from moe_rl.config import Config
 from moe_rl.data import Cursor
 from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, UserError
+from moe_rl.models.load import TOKENIZER_FILES, copy_files
 from moe_rl.observe.metrics import MetricsWriter
 from moe_rl.observe.progress import Progress
 from moe_rl.trainer.inputs import Rows, read_inputs
@@ -192,11 +193,13 @@ class GRPOTrainer:
     def _save(self, trainer: TrainerGroup, line: dict[str, Any]) -> None:
         self.state.metrics = line
         self.state.contents = list(self.config.checkpoint.contents)
-        self.run.save(
-            self.state,
-            lambda directory: trainer.save(directory, self.state.contents),
-            self.config.checkpoint.keep,
-        )
+
+        def write(directory: Path) -> None:
+            trainer.save(directory, self.state.contents)
+            # with these a checkpoint is a model directory: model.path of another run, or the source of a conversion
+            copy_files(("config.json", *TOKENIZER_FILES), self.config.model.path, directory)
+
+        self.run.save(self.state, write, self.config.checkpoint.keep)
 
     def _write_manifest(self, trainer: TrainerGroup, rollout: RolloutGroup, sync: WeightSync) -> None:
         names = ("layout", "host", "pid", "python", "versions", "patches")

@@ -42,7 +42,7 @@ def score(config: Config, source: str | Path, tokens: str | Path, out: str | Pat
     raise_all(scoring_problems(config, None))
     facts = read_facts(config.model.path, config.model.family)
     raise_all(scoring_problems(config, facts))
-    checkpoint = None if (Path(source) / "config.json").is_file() else checkpoint_of(Path(source))
+    checkpoint = None if Path(source).resolve() == Path(config.model.path).resolve() else checkpoint_of(Path(source))
     if checkpoint:
         read_state(checkpoint)
         verify(checkpoint)

@@ -1,7 +1,7 @@
 """DeepSeek-V4's weight table. Importing it needs no torch.
 
 Released names are those of the published checkpoints (w1 the gate, w3 the up and w2 the down projection of an expert);
-the dtypes are the published ones without their quantisation.
+the dtypes are the published ones without their quantisation, `quant` is that.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 _LAYER = ("layers.{l}.", "layers.{l}.", "model.layers.{l}.")
 
 
-def _under(released: str, module: str, *rows: tuple[str, ...]) -> tuple[Row, ...]:
-    """Rows of one layer whose names all start alike; `=` as transformers' name means the trainer's."""
+def _under(released: str, module: str, *rows: tuple[str, ...], quant: str = "") -> tuple[Row, ...]:
+    """Rows of one layer whose names all start alike, stored alike; `=` as transformers' name means the trainer's."""
     return tuple(
         Row(
             _LAYER[0] + released + theirs,
             _LAYER[1] + module + trainer,
             _LAYER[2] + module + (trainer if transformers == "=" else transformers),
             *rest,
+            quant=quant,
         )
         for theirs, trainer, transformers, *rest in rows
     )
@@ -54,14 +55,19 @@ ROWS: tuple[Row, ...] = (
     *_under(
         "attn.",
         "self_attn.",
-        ("wq_a.weight", "q_a_proj.weight", "=", "q_lora hidden"),
         ("q_norm.weight", "q_a_norm.weight", "=", "q_lora"),
+        ("kv_norm.weight", "kv_norm.weight", "=", "head"),
+        ("attn_sink", "sinks", "=", "heads", "fp32"),
+    ),
+    *_under(
+        "attn.",
+        "self_attn.",
+        ("wq_a.weight", "q_a_proj.weight", "=", "q_lora hidden"),
         ("wq_b.weight", "q_b_proj.weight", "=", "q_wide q_lora"),
         ("wkv.weight", "kv_proj.weight", "=", "head hidden"),
-        ("kv_norm.weight", "kv_norm.weight", "=", "head"),
         ("wo_a.weight", "o_a_proj.weight", "=", "o_wide group_wide"),
         ("wo_b.weight", "o_b_proj.weight", "=", "hidden o_wide"),
-        ("attn_sink", "sinks", "=", "heads", "fp32"),
+        quant="fp8",
     ),
     *_under(
         "attn.compressor.",
@@ -78,8 +84,13 @@ ROWS: tuple[Row, ...] = (
         ("compressor.wgate.weight", "gate_proj.weight", "=", "index_series hidden", "bf16", "sparse"),
         ("compressor.norm.weight", "kv_norm.weight", "=", "index_head", "bf16", "sparse"),
         ("compressor.ape", "position_bias", "=", "ratio index_series", "fp32", "sparse"),
-        ("wq_b.weight", "q_b_proj.weight", "=", "index_wide q_lora", "bf16", "sparse"),
         ("weights_proj.weight", "scorer.weights_proj.weight", "=", "index_heads hidden", "bf16", "sparse"),
+    ),
+    *_under(
+        "attn.indexer.",
+        "self_attn.compressor.indexer.",
+        ("wq_b.weight", "q_b_proj.weight", "=", "index_wide q_lora", "bf16", "sparse"),
+        quant="fp8",
     ),
     *_under(
         "ffn.",
@@ -94,6 +105,7 @@ ROWS: tuple[Row, ...] = (
         ("w1.weight", "local_experts.{e}.linear_fc1.weight[first]", "gate_up_proj[e, first]", "moe hidden"),
         ("w2.weight", "local_experts.{e}.linear_fc2.weight", "down_proj[e]", "hidden moe"),
         ("w3.weight", "local_experts.{e}.linear_fc1.weight[second]", "gate_up_proj[e, second]", "moe hidden"),
+        quant="mxfp4",
     ),
     *_under(
         "ffn.shared_experts.",
@@ -101,6 +113,7 @@ ROWS: tuple[Row, ...] = (
         ("w1.weight", "linear_fc1.weight[first]", "gate_proj.weight", "moe hidden"),
         ("w2.weight", "linear_fc2.weight", "down_proj.weight", "hidden moe"),
         ("w3.weight", "linear_fc1.weight[second]", "up_proj.weight", "moe hidden"),
+        quant="fp8",
     ),
 )
 
