@@ -206,7 +206,7 @@ def _run_case(row: Row, arguments: Sequence[str], out: Path, timeout_s: float, a
     private = Path(tempfile.mkdtemp(prefix=f"{row.case}-", dir=out.resolve()))
     run_dir, log, scratch = private / "run", private / "output.log", private / "tmp"
     scratch.mkdir()
-    command = [sys.executable, "-m", "moe_rl.cli", *arguments, "--run-dir", str(run_dir), "--resume", "never"]
+    command = [sys.executable, "-m", "moe_rl.cli", "train", *arguments, "--run-dir", str(run_dir), "--resume", "never"]
     try:
         ended = watch(command, log, scratch, timeout_s, asked)
     finally:

@@ -36,9 +36,9 @@ DRAWN = (
 PACKAGES = ("moe-rl", "torch", "megatron-core", "transformers", "ray", "transformer-engine")
 
 
-def _column(title: str, meaning: str, spec: str = "") -> Any:
-    """A field of a row: heading and format in the table (no heading: not in it), and what it means."""
-    return field(default=None, metadata={"title": title, "meaning": meaning, "spec": spec})
+def _column(title: str, meaning: str, spec: str = "", default: Any = None) -> Any:
+    """A field of a row: heading (none: not on the terminal) and format in the table, and what it means."""
+    return field(default=default, metadata={"title": title, "meaning": meaning, "spec": spec})
 
 
 @dataclass
@@ -46,18 +46,16 @@ class Row:
     """One case; None where there is nothing to tell. The meaning of each field goes into results.json."""
 
     case: str
-    status: str = field(
+    status: str = _column(
+        "status",
+        "ok; refused: a rule says that it cannot run here; failed exit N; killed SIGNAL; timed out; interrupted or not"
+        " run: the benchmark was ended",
         default="not run",
-        metadata={
-            "title": "status",
-            "meaning": "ok; refused: a rule says that it cannot run here; failed exit N; killed SIGNAL; timed out;"
-            " interrupted or not run: the benchmark was ended",
-        },
     )
     steps: int | None = _column("steps", "steps done")
     score: float | None = _column("score", f"reward/accuracy, mean of the last {SCORED} steps done", ".4f")
     reward: float | None = _column("", f"reward/mean, mean of the last {SCORED} steps done")
-    loss: float | None = _column("loss", "actor/loss of the last step done", "+.5f")
+    loss: float | None = _column("loss", "actor/loss of the last step done", "+.2e")
     grad_norm: float | None = _column("grad norm", "actor/grad_norm of the last step done", ".4f")
     tokens_per_s: float | None = _column(
         "tokens/s",
@@ -78,13 +76,13 @@ class Row:
     )
     host_gib: float | None = _column(
         "host GiB",
-        "highest sum of the proportional set sizes (shared pages counted once) of all processes of the case: driver, Ray's,"
-        " workers; read twice a second, or as often as that takes less than 5 % of the time",
+        "highest sum of the proportional set sizes (shared pages counted once) of all processes of the case: driver,"
+        " Ray's, workers; read twice a second, or as often as that takes at most 5 % of a core",
         ".2f",
     )
     seconds: float | None = _column("wall s", "seconds from start to end, start of the processes included", ".0f")
-    error: str = field(default="", metadata={"title": "", "meaning": "first line of its error, or the rule's reason"})
-    log: str = field(default="", metadata={"title": "", "meaning": "its output, below the directory of the results"})
+    error: str = _column("", "first line of its error, or the rule's reason", default="")
+    log: str = _column("", "its output, below the directory of the results", default="")
     curves: dict[str, list[Any]] = field(
         default_factory=dict,
         metadata={"title": "", "meaning": "the metrics of each step by their names in docs/metrics.md"},
@@ -139,7 +137,7 @@ def draw(out: Path, rows: Sequence[Row]) -> None:
 
 def show(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print the table, what its columns mean, and what is to be said of the cases that did not end well."""
-    console = console or Console(soft_wrap=True)
+    console = console or Console()
     shown = [f for f in FIELDS if f.metadata.get("title")]
     table = Table("case", *(f.metadata["title"] for f in shown), box=None, header_style="")
     for column in table.columns:
@@ -149,7 +147,8 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
     for row in rows:
         cells = ((getattr(row, f.name), f.metadata.get("spec", "")) for f in shown)
         table.add_row(row.case, *("-" if value is None else f"{value:{spec}}" for value, spec in cells))
-    console.width = max(console.width, console.measure(table).maximum)
+    # a cell cut off says nothing: on a narrow terminal the lines wrap
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=500)).maximum)
     console.print(table)
     for f in shown:
         console.print(f"  {f.metadata['title']}: {f.metadata['meaning']}", highlight=False)

@@ -62,7 +62,7 @@ def draw(rows: Rows) -> dict[str, tuple[str, bytes]]:
 def compare(runs: Mapping[str, Rows], keys: Sequence[str]) -> bytes:
     """One image of several runs: a panel for each key that any of them has other than zero, a line for each run.
 
-    Runs that agree hide each other, so a later one is drawn thinner and dashed over the earlier ones.
+    Runs that agree would hide each other, so each is drawn thinner than the one before it.
     """
     shown = [key for key in keys if any(any(series(rows, key)[1]) for rows in runs.values())]
     columns, lines = min(2, len(shown)) or 1, -(-len(shown) // 2) or 1
@@ -70,8 +70,8 @@ def compare(runs: Mapping[str, Rows], keys: Sequence[str]) -> bytes:
     for place, key in enumerate(shown, 1):
         axes = _axes(figure, key, "", (lines, columns, place))
         for i, (name, rows) in enumerate(runs.items()):
-            width = 3.0 - 2.0 * i / max(len(runs) - 1, 1)
-            axes.plot(*series(rows, key), label=name, color=f"C{i}", linewidth=width, linestyle="--" if i else "-")
+            width, style = 5.0 - 4.0 * i / max(len(runs) - 1, 1), ("-", "--", ":", "-.")[i // 10 % 4]
+            axes.plot(*series(rows, key), label=name, color=f"C{i}", linewidth=width, linestyle=style)
     if shown:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=8)
     return _png(figure)
