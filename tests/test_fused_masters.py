@@ -53,8 +53,8 @@ def test_a_master_of_other_weights_is_refused():
             split_master(param, torch.tensor(master))
 
 
-def _native_fp32(rank: int, world: int, port: int) -> list[list[float]]:
-    """A native-fp32 parameter and a bf16 one without remainders: their masters after a reload of other weights."""
+def _whole(rank: int, world: int, port: int) -> dict[str, list[float]]:
+    """A native-fp32 parameter and a bf16 one without remainders: reloaded, read and written."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     import moe_patches
@@ -64,6 +64,7 @@ def _native_fp32(rank: int, world: int, port: int) -> list[list[float]]:
     fused = SimpleNamespace(
         param_groups=[{"params": params}], state={p: {"master_param": torch.zeros(p.shape)} for p in params}
     )
+    fused.get_unscaled_state = lambda p, name: fused.state[p][name]
     fused.set_scaled_state = lambda p, name, value: fused.state[p][name].copy_(value)
     stub = SimpleNamespace(
         optimizer=fused,
@@ -72,8 +73,12 @@ def _native_fp32(rank: int, world: int, port: int) -> list[list[float]]:
         model_param_group_index_map={params[0]: (0, 0), params[1]: (0, 1)},
     )
     DistributedOptimizer._copy_model_params_to_main_params(stub)
-    return [fused.state[p]["master_param"].tolist() for p in params]
+    out = {"reloaded": [v for p in params for v in fused.state[p]["master_param"].tolist()]}
+    params[0].add_(1)  # as FusedAdam does, which leaves the master behind
+    out["read"] = DistributedOptimizer._get_main_param_and_optimizer_states(stub, params[0])["param"].tolist()
+    DistributedOptimizer._set_main_param_and_optimizer_states(stub, params[0], {"param": torch.tensor([7.0, 8.0])})
+    return out | {"written": params[0].tolist()}
 
 
-def test_whole_masters_follow_loaded_weights():
-    assert run_ranks(_native_fp32, 1)[0] == [[1.0, 2.0], [3.0]]
+def test_whole_masters_follow_loaded_weights_and_native_fp32_is_its_own_master():
+    assert run_ranks(_whole, 1)[0] == {"reloaded": [1.0, 2.0, 3.0], "read": [2.0, 3.0], "written": [7.0, 8.0]}

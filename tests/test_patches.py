@@ -232,6 +232,8 @@ def _upstream_fixed(rank: int, world: int, port: int) -> dict:
     def read(self, param):
         main = self.optimizer.param_groups[0]["params"][0]
         state = self.optimizer.state[main]
+        if "exp_avg" not in state and param is not main:  # FusedAdam, native fp32
+            return {"param": param}
         if "exp_avg" not in state:  # FusedAdam with remainders
             return {"param": (main.float().view(torch.int32) + state["master_param"]).view(torch.float32)}
         return {"param": main, "exp_avg": state["exp_avg"]}

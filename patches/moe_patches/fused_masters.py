@@ -1,13 +1,15 @@
 """Masters inside Transformer Engine's FusedAdam are saved as what they are, load from any mode, and follow the weights.
 
 The precision-aware option without offload leaves the fp32 masters to FusedAdam, which by default keeps of a bf16
-parameter's master only what the parameter lacks: the lower 16 bits, as int16 (`store_param_remainders`). Three faults:
+parameter's master only what the parameter lacks: the lower 16 bits, as int16 (`store_param_remainders`). Four faults:
 
 - A checkpoint holds these remainders, turned into floats, under the name of the masters: another mode that loads it
   takes noise for its masters, without a message.
 - The reshardable format cannot be loaded at all: FusedAdam asserts int16 and is given fp32.
-- DistributedOptimizer.reload_model_params stops early: after a load of weights alone the next step puts native-fp32
-  parameters back to what they were, and adds the old remainders to the new bf16 ones.
+- FusedAdam updates a native-fp32 parameter in place and leaves the master that it made of it as it was at the start; a
+  checkpoint holds that, and another mode that loads it goes back to the start, without a message.
+- DistributedOptimizer.reload_model_params stops early: after a load of weights alone the old remainders are added to the
+  new weights.
 """
 
 from __future__ import annotations
@@ -55,15 +57,14 @@ def _fused(optimizer: Any) -> Any:
     return inner if aware and hasattr(inner, "set_scaled_state") else None
 
 
-def _remainder(optimizer: Any, model_param: Any) -> tuple[Any, Any]:
-    """The parameter that FusedAdam updates for a model parameter, and its remainder; None where it has none."""
+def _place(optimizer: Any, model_param: Any) -> tuple[Any, Any]:
+    """The parameter that FusedAdam updates for a model parameter, and its master there; (None, None) in other modes."""
     fused = _fused(optimizer)
     if fused is None:
         return None, None
     group, order = optimizer.model_param_group_index_map[model_param]
     param = fused.param_groups[group]["params"][order]
-    master = fused.state[param]["master_param"]
-    return param, master if master.dtype == torch.int16 else None
+    return param, fused.state[param]["master_param"]
 
 
 class FusedMasters:
@@ -86,16 +87,21 @@ class FusedMasters:
         @functools.wraps(get_states)
         def get_main_param_and_states(self: Any, model_param: Any) -> dict[str, Any]:
             tensors = get_states(self, model_param)
-            param, remainder = _remainder(self, model_param)
-            if remainder is not None:
-                tensors["param"] = join_master(param, remainder)
+            param, master = _place(self, model_param)
+            if master is not None and master.dtype == torch.int16:
+                tensors["param"] = join_master(param, master)
+            elif master is not None and param.dtype == torch.float32:
+                tensors["param"] = param.detach()
             return tensors
 
         @functools.wraps(set_states)
         def set_main_param_and_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-            param, remainder = _remainder(self, model_param)
-            if remainder is not None and "param" in tensors:
-                tensors = {**tensors, "param": split_master(param, tensors["param"])}
+            param, master = _place(self, model_param)
+            if master is not None and isinstance(tensors.get("param"), torch.Tensor):
+                if master.dtype == torch.int16:
+                    tensors = {**tensors, "param": split_master(param, tensors["param"])}
+                elif param.dtype == torch.float32:
+                    param.data.copy_(tensors["param"])
             set_states(self, model_param, tensors)
 
         @functools.wraps(reload)
@@ -115,16 +121,19 @@ class FusedMasters:
             setattr(owner, method, mark(function, self.name))
 
     def probe(self) -> bool:
-        """Read, write and reload one bf16 parameter of an optimizer that keeps its remainder."""
-        owner, fused = distributed_class(), _Remainders(values(1.5, -2).bfloat16())
+        """Read, write and reload a bf16 parameter whose remainder is kept; read an fp32 one with a forgotten master."""
+        owner, native = distributed_class(), values(5, 6)
+        fused = _Remainders(values(1.5, -2).bfloat16(), native)
         master = torch.tensor([1.5 + 2**-20, -2.0])
         fused.state[fused.param]["master_param"].copy_(split_master(fused.param, master))
         stub = SimpleNamespace(
             optimizer=fused,
             config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True),
             ddp_config=SimpleNamespace(use_megatron_fsdp=False),
-            model_param_group_index_map={fused.param: (0, 0)},
+            model_param_group_index_map={fused.param: (0, 0), native: (0, 1)},
         )
+        if getattr(owner, _GET)(stub, native)["param"].tolist() != [5, 6]:
+            return True
         if getattr(owner, _GET)(stub, fused.param)["param"].tolist() != master.tolist():
             return True
         try:
@@ -138,18 +147,21 @@ class FusedMasters:
 
 
 class _Remainders:
-    """One bf16 parameter as FusedAdam holds it, for the probe: what it hands out and takes is int16."""
+    """A bf16 and an fp32 parameter as FusedAdam holds them, for the probe: of the first it hands out and takes int16."""
 
-    def __init__(self, param: torch.Tensor) -> None:
+    def __init__(self, param: torch.Tensor, native: torch.Tensor) -> None:
         self.param = param
-        self.param_groups = [{"params": [param]}]
-        self.state = {param: {"master_param": torch.zeros(param.shape, dtype=torch.int16)}}
+        self.param_groups = [{"params": [param, native]}]
+        self.state = {
+            param: {"master_param": torch.zeros(param.shape, dtype=torch.int16)},
+            native: {"master_param": torch.zeros_like(native)},
+        }
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
         return self.state[param][name]
 
     def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        assert value.dtype == torch.int16
+        assert value.dtype == (torch.int16 if param is self.param else torch.float32)
         self.state[param][name].copy_(value)
 
     def master(self) -> torch.Tensor:
