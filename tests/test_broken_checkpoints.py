@@ -1,0 +1,307 @@
+"""Broken released checkpoints: each is refused with one message that names the tensor and the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_rl.errors import UserError
+from moe_rl.models.family import get_family
+from moe_rl.models.load import load_released
+from moe_rl.models.weights import torch_dtype, whole_parts
+from tests.released_v4 import INDEX, write_released
+
+W1 = "layers.2.ffn.experts.1.w1"
+WQ = "layers.3.attn.wq_b"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_released(tmp_path_factory.mktemp("whole") / "v4")
+
+
+class Broken:
+    """A copy of the whole checkpoint to damage."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def index(self) -> dict[str, str]:
+        return json.loads((self.path / INDEX).read_text())["weight_map"]
+
+    @index.setter
+    def index(self, weight_map: dict[str, str]) -> None:
+        (self.path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    def change(self, file: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """Rewrite a file with `change(tensors)` applied, and the index with it."""
+        tensors = load_file(self.path / file)
+        change(tensors)
+        save_file(tensors, self.path / file, metadata={"format": "pt"})
+        others = {name: place for name, place in self.index.items() if place != file}
+        self.index = others | dict.fromkeys(tensors, file)
+
+    def replace(self, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        """Rewrite one tensor; the file that holds it."""
+        file = self.index[name]
+        self.change(file, lambda tensors: tensors.update({name: make(tensors[name]).contiguous()}))
+        return file
+
+    def drop(self, name: str) -> str:
+        file = self.index[name]
+        self.change(file, lambda tensors: tensors.__delitem__(name))
+        return file
+
+    def configure(self, **changes: object) -> None:
+        file = self.path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def start(path: Path) -> None:
+    """What a trainer does with `model.path`: check the headers, then read every value."""
+    family = get_family("deepseek_v4")
+    table = family.weight_table(family.read_arch(path))
+    family.check_weights(path)
+    kinds = {name: torch.int64 if s.dtype == "int32" else torch_dtype(s.dtype) for name, s in table.expected().items()}
+    views = {name: torch.zeros(spec.shape, dtype=kinds[name]) for name, spec in table.expected().items()}
+    load_released(path, whole_parts(views), table)
+
+
+def test_the_whole_one_is_taken(whole: Path):
+    start(whole)
+
+
+def missing_file(b: Broken) -> list[str]:
+    file = b.index["norm.weight"]
+    (b.path / file).unlink()
+    return [f"{file} is missing, {INDEX} names it"]
+
+
+def absent_file(b: Broken) -> list[str]:
+    b.index = b.index | {"norm.weight": "model-99999.safetensors"}
+    return [f"model-99999.safetensors is missing, {INDEX} names it"]
+
+
+def wrong_place(b: Broken) -> list[str]:
+    other = next(file for file in b.index.values() if file != b.index["norm.weight"])
+    true = b.index["norm.weight"]
+    b.index = b.index | {"norm.weight": other}
+    return [f"norm.weight is in {true}, but {INDEX} puts it in {other}"]
+
+
+def outside_the_index(b: Broken) -> list[str]:
+    file = b.index["norm.weight"]
+    b.index = {name: place for name, place in b.index.items() if name != "norm.weight"}
+    return [f"norm.weight is in {file}, but not in {INDEX}"]
+
+
+def promised_by_the_index(b: Broken) -> list[str]:
+    file = b.index[f"{W1}.scale"]
+    before = b.index
+    b.drop(f"{W1}.scale")
+    b.index = before
+    return [f"{W1}.scale is not in {file}, where {INDEX} puts it"]
+
+
+def empty_index(b: Broken) -> list[str]:
+    b.index = {}
+    return [f"{INDEX} names no file"]
+
+
+def no_index(b: Broken) -> list[str]:
+    (b.path / INDEX).write_text("[1]")
+    return [f"{INDEX} is not an index"]
+
+
+def path_in_the_index(b: Broken) -> list[str]:
+    b.index = b.index | {"norm.weight": "../elsewhere.safetensors"}
+    return [f"{INDEX} names ../elsewhere.safetensors, which is no file name"]
+
+
+def missing_scale(b: Broken) -> list[str]:
+    b.drop(f"{WQ}.scale")
+    return [f"1 missing: {WQ}.scale ({WQ}.weight is in {b.index[f'{WQ}.weight']})"]
+
+
+def scale_without_weight(b: Broken) -> list[str]:
+    b.drop(f"{W1}.weight")
+    return [f"1 missing: {W1}.weight ({W1}.scale is in {b.index[f'{W1}.scale']})"]
+
+
+def expert_missing(b: Broken) -> list[str]:
+    for part in ("w1", "w2", "w3"):
+        b.drop(f"layers.4.ffn.experts.3.{part}.weight")
+        b.drop(f"layers.4.ffn.experts.3.{part}.scale")
+    return ["6 missing:", *(f"layers.4.ffn.experts.3.{p}.{k}" for p in ("w1", "w2", "w3") for k in ("weight", "scale"))]
+
+
+def expert_twice(b: Broken) -> list[str]:
+    first = b.index[f"{W1}.weight"]
+    weight = load_file(b.path / first)[f"{W1}.weight"]
+    second = next(file for file in b.index.values() if file != first)
+    b.change(second, lambda tensors: tensors.update({f"{W1}.weight": weight}))
+    return [f"{W1}.weight is both in {min(first, second)} and in {max(first, second)}"]
+
+
+def surplus_expert(b: Broken) -> list[str]:
+    file = b.index[f"{W1}.weight"]
+    b.change(file, lambda t: t.update({"layers.2.ffn.experts.4.w1.weight": torch.zeros(96, 80, dtype=torch.int8)}))
+    return [f"1 not a tensor of this model: layers.2.ffn.experts.4.w1.weight ({file})"]
+
+
+def wrong_dtype(b: Broken) -> list[str]:
+    file = b.replace(f"{WQ}.weight", lambda t: t.to(torch.bfloat16))
+    return [f"1 of another dtype: {WQ}.weight is BF16, not F8_E4M3 ({file})"]
+
+
+def float_scale(b: Broken) -> list[str]:
+    file = b.replace(f"{W1}.scale", lambda t: t.float())
+    return [f"1 of another dtype: {W1}.scale is F32, not F8_E8M0 ({file})"]
+
+
+def fp8_scale_geometry(b: Broken) -> list[str]:
+    file = b.replace(f"{WQ}.scale", lambda t: t.view(torch.uint8)[:1].view(torch.float8_e8m0fnu))
+    return [f"1 of another shape: {WQ}.scale is [1, 1], not [2, 1] ({file})"]
+
+
+def mxfp4_scale_geometry(b: Broken) -> list[str]:
+    file = b.replace(f"{W1}.scale", lambda t: t.view(torch.uint8).repeat(1, 2).view(torch.float8_e8m0fnu))
+    return [f"1 of another shape: {W1}.scale is [96, 10], not [96, 5] ({file})"]
+
+
+def odd_packed_width(b: Broken) -> list[str]:
+    file = b.replace(f"{W1}.weight", lambda t: t[:, :-1])
+    return [f"1 of another shape: {W1}.weight is [96, 79], not [96, 80] ({file})"]
+
+
+def unpacked(b: Broken) -> list[str]:
+    file = b.replace(f"{W1}.weight", lambda t: t.repeat(1, 2))
+    return [f"1 of another shape: {W1}.weight is [96, 160], not [96, 80] ({file})"]
+
+
+def half_quantised(b: Broken) -> list[str]:
+    for name in [n for n in b.index if "ffn.experts." in n and n.startswith("layers.")]:
+        b.drop(name) if name.endswith(".scale") else b.replace(name, lambda t: t.repeat(1, 2).to(torch.bfloat16))
+    return ["its linears are quantised and its experts are not: a mixture of two checkpoints"]
+
+
+def vocabulary_padding(b: Broken) -> list[str]:
+    file = b.replace("head.weight", lambda t: torch.cat([t, t[:10]]))
+    return [f"head.weight is [160, 160], not [150, 160] ({file}): 10 rows of padding beyond vocab_size 150"]
+
+
+def truncated(b: Broken) -> list[str]:
+    file = b.index[f"{W1}.weight"]
+    data = (b.path / file).read_bytes()
+    (b.path / file).write_bytes(data[:-100])
+    return [f"{file} is truncated: {len(data) - 100} bytes, its header speaks of {len(data)}"]
+
+
+def header_of_other_bytes(b: Broken) -> list[str]:
+    file = b.index[f"{W1}.weight"]
+    data = (b.path / file).read_bytes()
+    (b.path / file).write_bytes(data.replace(b'"shape":[96,80]', b'"shape":[96,81]', 1))
+    return [f"{file} has a damaged header:", "of shape [96, 81] takes 7680 bytes"]
+
+
+def expert_out_of_range(b: Broken) -> list[str]:
+    def change(table: torch.Tensor) -> torch.Tensor:
+        table[7, 1] = 4
+        return table
+
+    file = b.replace("layers.1.ffn.gate.tid2eid", change)
+    return [f"layers.1.ffn.gate.tid2eid ({file}) names expert 4; they go from 0 to 3"]
+
+
+def nan_scale(b: Broken) -> list[str]:
+    def change(scale: torch.Tensor) -> torch.Tensor:
+        scale.view(torch.uint8)[5, 2] = 255
+        return scale
+
+    file = b.replace(f"{W1}.scale", change)
+    return [f"not finite in {W1}.weight", file]
+
+
+def nan_block(b: Broken) -> list[str]:
+    def change(weight: torch.Tensor) -> torch.Tensor:
+        weight.view(torch.uint8)[100, 3] = 0x7F
+        return weight
+
+    file = b.replace(f"{WQ}.weight", change)
+    return [f"not finite in {WQ}.weight", file]
+
+
+def overflowing_scale(b: Broken) -> list[str]:
+    file = b.replace(f"{W1}.scale", lambda t: torch.full_like(t.view(torch.uint8), 254).view(torch.float8_e8m0fnu))
+    return [f"not finite in {W1}.weight", file]
+
+
+def nan_norm(b: Broken) -> list[str]:
+    def change(weight: torch.Tensor) -> torch.Tensor:
+        weight[11] = torch.nan
+        return weight
+
+    return [f"layers.0.ffn_norm.weight ({b.replace('layers.0.ffn_norm.weight', change)}) is not finite at [11]"]
+
+
+def other_config(b: Broken) -> list[str]:
+    b.configure(moe_intermediate_size=64)
+    file = b.index[f"{W1}.weight"]
+    return [f"{W1}.weight is [96, 80], not [64, 80] ({file})"]
+
+
+def fewer_layers(b: Broken) -> list[str]:
+    b.configure(num_hidden_layers=4)
+    return [f"layers.4.attn_norm.weight ({b.index['layers.4.attn_norm.weight']})", "not a tensor of this model"]
+
+
+BREAKS = [
+    missing_file,
+    absent_file,
+    wrong_place,
+    outside_the_index,
+    promised_by_the_index,
+    empty_index,
+    no_index,
+    path_in_the_index,
+    missing_scale,
+    scale_without_weight,
+    expert_missing,
+    expert_twice,
+    surplus_expert,
+    wrong_dtype,
+    float_scale,
+    fp8_scale_geometry,
+    mxfp4_scale_geometry,
+    odd_packed_width,
+    unpacked,
+    half_quantised,
+    vocabulary_padding,
+    truncated,
+    header_of_other_bytes,
+    expert_out_of_range,
+    nan_scale,
+    nan_block,
+    overflowing_scale,
+    nan_norm,
+    other_config,
+    fewer_layers,
+]
+
+
+@pytest.mark.parametrize("damage", BREAKS, ids=lambda f: f.__name__)
+def test_it_is_refused_by_name(whole: Path, tmp_path: Path, damage: Callable[[Broken], list[str]]):
+    shutil.copytree(whole, tmp_path / "v4")
+    says = damage(Broken(tmp_path / "v4"))
+    with pytest.raises(UserError) as error:
+        start(tmp_path / "v4")
+    assert error.value.rule == "model.weights"
+    for text in says:
+        assert text in str(error.value)
