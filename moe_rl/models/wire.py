@@ -124,15 +124,12 @@ def mismatches(table: WeightTable, stored: Mapping[str, Placed], wire: Wire) -> 
     taken: set[str] = set()
     for entry in table.entries:
         pieces = wire.pieces(entry)
-        weight = stored.get(entry.name)
         for piece in pieces:
             taken.add(piece.name)
             place = stored.get(piece.name)
             if place is None:
-                beside = (
-                    f" ({entry.name} is in {weight.file})" if weight is not None and piece.name != entry.name else ""
-                )
-                yield "missing", piece.name + beside
+                beside = [f" ({p.name} is in {stored[p.name].file})" for p in pieces if p.name in stored]
+                yield "missing", piece.name + "".join(beside)
                 continue
             if not _fits(place.dtype, piece.dtype, bool(wire.kind(entry))):
                 yield "of another dtype", f"{piece.name} is {place.dtype}, not {piece.dtype} ({place.file})"
