@@ -32,7 +32,7 @@ from moe_rl.errors import UserError
 
 MX = 32  # values under one scale of MXFP4
 BLOCK = 128  # rows and columns under one scale of FP8
-_CPU_CHUNK = 1 << 12  # MXFP4 blocks encoded at a time on a CPU: intermediates stay in its cache
+_CPU_CHUNK = 1 << 13  # MXFP4 blocks encoded at a time on a CPU: intermediates stay in its cache
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TINY = 2.0**-126  # the smallest normal float32
 _EXPONENT = 0x7F800000  # exponent bits of a float32, and the bits of infinity
@@ -202,8 +202,8 @@ def fp8_encode(
     _require(weight.ndim == 2, name, f"shape {list(weight.shape)}: FP8 blocks need a matrix")
     if scale_dtype not in ("e8m0", "fp32"):
         raise ValueError(f"scale_dtype is 'e8m0' or 'fp32', not {scale_dtype!r}")
-    return_powers = scale_dtype == "e8m0"
-    values, scales, flag = (_fused(weight) or _Plain).fp8_encode(weight.detach().contiguous(), return_powers)
+    kernels = _fused(weight) or _Plain
+    values, scales, flag = kernels.fp8_encode(weight.detach().contiguous(), scale_dtype == "e8m0")
     _settle(name, flag, checks)
     return values, scales
 
@@ -255,11 +255,11 @@ class _Plain:
         count = blocks.shape[0]
         packed = torch.empty(count, MX // 2, dtype=torch.uint8)
         scales = torch.empty(count, dtype=torch.uint8)
-        flags = [torch.zeros(())]
+        flags = [torch.tensor(False)]
         for start in range(0, count, _CPU_CHUNK):
             part = slice(start, start + _CPU_CHUNK)
             packed[part], scales[part], flag = mxfp4_encode_plain(blocks[part])
-            flags.append(flag.float())
+            flags.append(flag)
         return packed, scales, torch.stack(flags).any()
 
     @staticmethod
@@ -281,7 +281,7 @@ class _Plain:
         amax = w.abs().amax((1, 3))
         flag = _any_non_finite(amax)
         if powers:
-            exponent = _ceil_exponent(amax, 8, 0x600000)
+            exponent = _ceil_exponent(amax.view(torch.int32), 8, 0x600000)
             values = w * _inverse(exponent)[:, None, :, None]
             scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
         else:
@@ -292,9 +292,12 @@ class _Plain:
 
 
 def _ceil_exponent(amax: torch.Tensor, shift: int, mantissa: int) -> torch.Tensor:
-    """int32 E8M0 byte of the smallest power of two p with amax <= p * L, for L = 2**shift * (1 + mantissa / 2**23)."""
+    """int32 E8M0 byte of the smallest power of two p with amax <= p * L, for L = 2**shift * (1 + mantissa / 2**23).
+
+    amax: int32, the bits of an fp32.
+    """
     carry = 0x7FFFFF - mantissa  # reaches the exponent if amax's mantissa is above that of L
-    return (((amax.view(torch.int32) + carry) >> 23) - shift).clamp_(min=0)
+    return ((amax + carry) >> 23).sub_(shift).clamp_(min=0)
 
 
 def _inverse(exponent: torch.Tensor) -> torch.Tensor:
@@ -304,16 +307,20 @@ def _inverse(exponent: torch.Tensor) -> torch.Tensor:
 
 def mxfp4_encode_plain(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """bf16 or fp32 [N, 32] -> uint8 [N, 16], uint8 [N], bool flag; see the module for what is chosen."""
-    w = blocks.float()
-    amax = w.abs().amax(1)
+    w = blocks.to(torch.float32, copy=True)
+    bits = w.view(torch.int32)  # w and bits are one tensor, of magnitudes from here on
+    sign = bits >> 31
+    bits &= 0x7FFFFFFF
+    amax = bits.amax(1)
     exponent = _ceil_exponent(amax, 2, 0x400000)
-    w = w * _inverse(exponent)[:, None]
-    magnitude = w.abs()
+    w *= _inverse(exponent)[:, None]
     # Adding 2**22 times the power of two below leaves one bit of the mantissa, rounded by the addition itself.
-    power = (magnitude.view(torch.int32) & _EXPONENT).clamp_(min=127 << 23)
-    codes = (magnitude + (power + (22 << 23)).view(torch.float32)).view(torch.int32)
-    codes += (power >> 22) - (127 << 1)
-    codes &= 7
-    codes |= (w.view(torch.int32) >> 28) & 8
-    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
-    return packed, exponent.to(torch.uint8), _any_non_finite(amax)
+    power = (bits & _EXPONENT).clamp_(min=127 << 23)
+    w += (power + (22 << 23)).view(torch.float32)
+    bits += power >> 22
+    bits -= 127 << 1
+    bits &= 7
+    bits |= sign & 8
+    pairs = bits.view(torch.int64)
+    packed = (pairs | (pairs >> 28)).to(torch.uint8)
+    return packed, exponent.to(torch.uint8), (amax >= _EXPONENT).any()
