@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.build import build_chunk, init_weights, make_transformer_config
-from moe_rl.models.deepseek_v4.packed import PackedSequences
 from moe_rl.models.deepseek_v4.weights import expected, trainer_views
+from moe_rl.models.packed import PackedSequences
 from tests.distributed import run_ranks
 from tests.tiny_v4 import tiny_config
 from tests.v4_oracle import fill, parity_config, random_sequences

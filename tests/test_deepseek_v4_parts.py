@@ -14,10 +14,10 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from moe_rl.errors import UserError
 from moe_rl.models.deepseek_v4.arch import HEAVY, SLIDING, SPARSE, DeepseekV4Arch
 from moe_rl.models.deepseek_v4.hyper import sinkhorn
-from moe_rl.models.deepseek_v4.logprobs import label_logprobs
-from moe_rl.models.deepseek_v4.packed import PackedSequences
 from moe_rl.models.deepseek_v4.rotary import inverse_frequencies, rotate
 from moe_rl.models.family import get_family, read_facts
+from moe_rl.models.logprobs import label_logprobs
+from moe_rl.models.packed import PackedSequences
 from tests.tiny_v4 import tiny_config
 
 FLASH_YARN = dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536)

@@ -120,7 +120,7 @@ def _plain_torch(rank: int, world: int, port: int, path: str, keys: dict) -> dic
     import torch
 
     from moe_rl.engine.engine import Engine
-    from moe_rl.models.deepseek_v4.packed import PackedSequences
+    from moe_rl.models.packed import PackedSequences
 
     config = run_config(path, **keys)
     engine = Engine.create(config, rank, world, f"127.0.0.1:{port}", random_init=True, train=False)

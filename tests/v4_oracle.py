@@ -13,8 +13,8 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.build import build_chunk, make_transformer_config
 from moe_rl.models.deepseek_v4.model import DeepseekV4Model
-from moe_rl.models.deepseek_v4.packed import PackedSequences
 from moe_rl.models.deepseek_v4.weights import trainer_views, transformers_views
+from moe_rl.models.packed import PackedSequences
 from tests.tiny_v4 import tiny_config
 
 YARN = dict(type="yarn", factor=8, beta_fast=32, beta_slow=1, original_max_position_embeddings=32)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_rl.errors import UserError
-from moe_rl.models.deepseek_v4.packed import PackedSequences
+from moe_rl.models.packed import PackedSequences
 
 
 @dataclass(frozen=True)

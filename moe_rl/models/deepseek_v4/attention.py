@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_rl.models.deepseek_v4.arch import SLIDING, DeepseekV4Arch
 from moe_rl.models.deepseek_v4.compressor import Compressor
 from moe_rl.models.deepseek_v4.layers import GroupedProjection, Projection, RMSNorm, parameter, unit_rms
-from moe_rl.models.deepseek_v4.packed import PackedSequences
 from moe_rl.models.deepseek_v4.rotary import rotate, token_table
+from moe_rl.models.packed import PackedSequences
 
 
 class Attention(nn.Module):

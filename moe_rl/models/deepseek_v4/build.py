@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from moe_rl.errors import UserError
+from moe_rl.models.chunk import build_device
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
-from moe_rl.models.deepseek_v4.model import DeepseekV4Model, V4TransformerConfig, build_device
+from moe_rl.models.deepseek_v4.model import DeepseekV4Model, V4TransformerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_TENSOR_PARALLEL = (

@@ -7,8 +7,8 @@ from torch import nn
 
 from moe_rl.models.deepseek_v4.arch import SPARSE, DeepseekV4Arch
 from moe_rl.models.deepseek_v4.layers import Projection, RMSNorm, parameter
-from moe_rl.models.deepseek_v4.packed import PackedSequences
 from moe_rl.models.deepseek_v4.rotary import rotate, token_table, window_table
+from moe_rl.models.packed import PackedSequences
 
 
 class WindowPool(nn.Module):

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_viewless_tensor
-from torch import nn
 
+from moe_rl.models.chunk import GlobalLayers, ModelChunk, build_device
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.attention import Attention
 from moe_rl.models.deepseek_v4.hyper import HyperConnection, HyperHead
 from moe_rl.models.deepseek_v4.layers import RMSNorm
-from moe_rl.models.deepseek_v4.logprobs import label_logprobs
 from moe_rl.models.deepseek_v4.moe import build_moe
-from moe_rl.models.deepseek_v4.packed import PackedSequences
+from moe_rl.models.logprobs import label_logprobs
+from moe_rl.models.packed import PackedSequences
 
 
 @dataclass
@@ -34,11 +29,6 @@ class V4TransformerConfig(TransformerConfig):
     arch: DeepseekV4Arch = field(kw_only=True)
     attention_chunk: int = 256
     logprob_chunk: int = 1024
-
-
-def build_device(config: TransformerConfig) -> torch.device:
-    """Where parameters are created."""
-    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
 class DecoderLayer(MegatronModule):
@@ -63,20 +53,7 @@ class DecoderLayer(MegatronModule):
         return HyperConnection.rejoin(streams, out, post, comb)
 
 
-class GlobalLayers(nn.ModuleDict):
-    """Layers keyed by their global index, so that checkpoint keys are equal in every pipeline layout.
-
-    megatron-core treats what lies below a plain container as replicated over the ranks, experts too: recurse here.
-    """
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        state = {}
-        for index, layer in self.items():
-            state.update(sharded_state_dict_default(layer, f"{prefix}{index}.", sharded_offsets, metadata))
-        return state
-
-
-class DeepseekV4Model(LanguageModule):
+class DeepseekV4Model(ModelChunk):
     """One pipeline chunk of the model. Parameters are uninitialised: load weights or call `init_weights`.
 
     With `pre_process` it holds the embedding, with `post_process` the stream head, final norm and output layer.
@@ -88,24 +65,15 @@ class DeepseekV4Model(LanguageModule):
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
-        pg_collection=None,
     ) -> None:
-        super().__init__(config, pg_collection)
+        super().__init__(config, pre_process, post_process, vp_stage)
         arch, device = config.arch, build_device(config)
         self.arch = arch
-        self.model_type = ModelType.encoder_or_decoder
-        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.share_embeddings_and_output_weights = False
-        self.input_tensor: torch.Tensor | None = None
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config, arch.vocab_size, arch.max_positions, position_embedding_type="none", tp_group=self.tp_group
             )
-        first = get_transformer_layer_offset(config, vp_stage, self.pp_group.rank())
-        count = get_num_layers_to_build(config, vp_stage, self.pp_group.rank())
-        self.layers = GlobalLayers(
-            {str(i): DecoderLayer(config, i, self.pg_collection) for i in range(first, first + count)}
-        )
+        self.layers = GlobalLayers({str(i): DecoderLayer(config, i, self.pg_collection) for i in self.layer_range})
         if post_process:
             self.hc_head = HyperHead(arch, device)
             self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, config.params_dtype, device)
@@ -118,16 +86,7 @@ class DeepseekV4Model(LanguageModule):
                 gather_output=False,
                 tp_group=self.tp_group,
             )
-        if pre_process or post_process:
-            self.setup_embeddings_and_output_layer()
-        for name, weight in self.named_parameters():
-            if ".local_experts." in name:
-                # megatron-core marks experts only when EP > 1, and the optimizer's checkpoint would depend on EP.
-                weight.allreduce = False
-
-    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
-        """Called by the pipeline schedule with the previous stage's output."""
-        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.finish()
 
     def forward(
         self,
@@ -151,7 +110,7 @@ class DeepseekV4Model(LanguageModule):
             assert self.input_tensor is not None, "the schedule hands over the previous stage's output first"
             streams = self.input_tensor.view(packed.total, n, self.arch.hidden_size)
         for layer in self.layers.values():
-            streams = self._layer(layer, streams, ids, packed)
+            streams = self.recomputed(partial(layer, packed=packed), streams, ids)
         if not self.post_process:
             # The schedule frees a stage's output after sending it, which it refuses for views.
             return make_viewless_tensor(streams.flatten(1).unsqueeze(1), requires_grad=True, keep_graph=True)
@@ -160,12 +119,3 @@ class DeepseekV4Model(LanguageModule):
         if labels is None:
             return (hidden @ weight.t())[None]
         return label_logprobs(hidden, weight, labels[0], temperature, self.config.logprob_chunk, entropy)
-
-    def _layer(self, layer: DecoderLayer, streams, ids, packed) -> torch.Tensor:
-        if self.config.recompute_granularity != "full" or not torch.is_grad_enabled():
-            return layer(streams, ids, packed)
-        if not streams.requires_grad:
-            # A frozen embedding would make the re-entrant checkpoint drop the layer's gradients without a word.
-            streams = streams.detach().requires_grad_()
-        # checkpoint() takes tensors only; the boundaries ride in the closure.
-        return tensor_parallel.checkpoint(lambda s, t: layer(s, t, packed), False, streams, ids)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from moe_rl.models.deepseek_v4.arch import Rope
-from moe_rl.models.deepseek_v4.packed import PackedSequences
+from moe_rl.models.packed import PackedSequences
 
 
 def inverse_frequencies(rope: Rope) -> torch.Tensor:
