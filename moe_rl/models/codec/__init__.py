@@ -24,18 +24,16 @@ Values that are not finite are refused by name, in a weight and as what a decode
 
 from __future__ import annotations
 
-from functools import lru_cache
+from types import ModuleType
 
 import torch
 
 from moe_rl.errors import UserError
 
+from . import plain
+
 MX = 32  # values under one scale of MXFP4
 BLOCK = 128  # rows and columns under one scale of FP8
-_CPU_CHUNK = 1 << 13  # MXFP4 blocks encoded at a time on a CPU: intermediates stay in its cache
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_TINY = 2.0**-126  # the smallest normal float32
-_EXPONENT = 0x7F800000  # exponent bits of a float32, and the bits of infinity
 FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -91,18 +89,13 @@ def _require(ok: bool, name: str, what: str) -> None:
         )
 
 
-def _fused(tensor: torch.Tensor):
-    """The module of Triton kernels for a tensor on a GPU, else None."""
+def _kernels(tensor: torch.Tensor) -> ModuleType:
+    """What computes for a tensor: `fused` on a GPU, else `plain`; the same functions, the same bits."""
     if not tensor.is_cuda:
-        return None
-    from . import codec_triton
+        return plain
+    from . import fused  # needs Triton, which PyTorch for a CPU comes without
 
-    return codec_triton
-
-
-def _powers(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """E8M0 bytes as numbers of `dtype`; 255 is NaN."""
-    return scales.view(torch.float8_e8m0fnu).to(dtype)
+    return fused
 
 
 # --- MXFP4 ------------------------------------------------------------------------------------------------------------
@@ -133,7 +126,7 @@ def mxfp4_decode(
         f"bytes {list(packed.shape)} do not go with scales {list(scales.shape)}: a scale is for {MX // 2} bytes",
     )
     packed, scales = packed.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8)
-    out, flag = (_fused(packed) or _Plain).mxfp4_decode(packed.view(-1, MX // 2), scales.view(-1), dtype)
+    out, flag = _kernels(packed).mxfp4_decode(packed.view(-1, MX // 2), scales.view(-1), dtype)
     _settle(name, flag, checks)
     return out.view(shape)
 
@@ -152,7 +145,7 @@ def mxfp4_encode(
         f"shape {list(weight.shape)}: MXFP4 needs a last axis that {MX} divides",
     )
     blocks = weight.detach().contiguous().view(-1, MX)
-    packed, scales, flag = (_fused(blocks) or _Plain).mxfp4_encode(blocks)
+    packed, scales, flag = _kernels(blocks).mxfp4_encode(blocks)
     _settle(name, flag, checks)
     lead, k = weight.shape[:-1], weight.shape[-1]
     return packed.view(*lead, k // 2), scales.view(*lead, k // MX)
@@ -184,8 +177,8 @@ def fp8_decode(
         f"weight {list(weight.shape)} does not go with scales {list(scales.shape)}: a scale is for {BLOCK}x{BLOCK}",
     )
     if scales.dtype != torch.float32:
-        scales = _powers(scales.contiguous(), torch.float32)  # exact
-    out, flag = (_fused(weight) or _Plain).fp8_decode(weight.contiguous(), scales.contiguous(), dtype)
+        scales = plain.powers(scales.contiguous(), torch.float32)  # exact
+    out, flag = _kernels(weight).fp8_decode(weight.contiguous(), scales.contiguous(), dtype)
     _settle(name, flag, checks)
     return out
 
@@ -202,8 +195,7 @@ def fp8_encode(
     _require(weight.ndim == 2, name, f"shape {list(weight.shape)}: FP8 blocks need a matrix")
     if scale_dtype not in ("e8m0", "fp32"):
         raise ValueError(f"scale_dtype is 'e8m0' or 'fp32', not {scale_dtype!r}")
-    kernels = _fused(weight) or _Plain
-    values, scales, flag = kernels.fp8_encode(weight.detach().contiguous(), scale_dtype == "e8m0")
+    values, scales, flag = _kernels(weight).fp8_encode(weight.detach().contiguous(), scale_dtype == "e8m0")
     _settle(name, flag, checks)
     return values, scales
 
@@ -211,116 +203,3 @@ def fp8_encode(
 def _grid(weight: torch.Tensor) -> tuple[int, int]:
     """Number of FP8 blocks along rows and columns."""
     return -(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)
-
-
-# --- plain PyTorch ----------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=8)
-def _four_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[65536, 4]: the values of two bytes read as one little-endian number."""
-    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=dtype, device=device)
-    pair = torch.arange(1 << 16, device=device)
-    return torch.stack([values[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)
-
-
-def _any_non_finite(out: torch.Tensor) -> torch.Tensor:
-    return ~torch.isfinite(out).all()
-
-
-class _Plain:
-    """The same in PyTorch's own operations: what a CPU runs, and what the fused kernels must equal bit for bit.
-
-    Shapes are those of `codec_triton`, whose functions have the same names; each also returns a flag for what is not finite.
-    """
-
-    @staticmethod
-    def mxfp4_decode(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype):
-        """uint8 [N, 16], uint8 [N] -> dtype [N, 32]."""
-        if packed.storage_offset() % 2:  # two bytes are read as one number
-            packed = packed.clone()
-        index = packed.view(torch.uint16).to(torch.int32).view(-1)
-        out = _four_values(dtype, packed.device).index_select(0, index).view(-1, MX)
-        out.mul_(_powers(scales, dtype)[:, None])
-        suspect = scales >= 253  # below, even 6 stays finite
-        if not packed.is_cuda and not bool(suspect.any()):
-            return out, torch.zeros(())
-        return out, _any_non_finite(out)
-
-    @staticmethod
-    def mxfp4_encode(blocks: torch.Tensor):
-        """bf16 or fp32 [N, 32] -> uint8 [N, 16], uint8 [N]."""
-        if blocks.is_cuda:
-            return mxfp4_encode_plain(blocks)
-        count = blocks.shape[0]
-        packed = torch.empty(count, MX // 2, dtype=torch.uint8)
-        scales = torch.empty(count, dtype=torch.uint8)
-        flags = [torch.tensor(False)]
-        for start in range(0, count, _CPU_CHUNK):
-            part = slice(start, start + _CPU_CHUNK)
-            packed[part], scales[part], flag = mxfp4_encode_plain(blocks[part])
-            flags.append(flag)
-        return packed, scales, torch.stack(flags).any()
-
-    @staticmethod
-    def fp8_decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype):
-        """float8_e4m3fn [M, K], fp32 [ceil(M/128), ceil(K/128)] -> dtype [M, K]."""
-        out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        columns = scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
-        for row, scale in enumerate(columns):
-            rows = slice(row * BLOCK, (row + 1) * BLOCK)
-            out[rows] = weight[rows].float() * scale
-        return out, _any_non_finite(out)
-
-    @staticmethod
-    def fp8_encode(weight: torch.Tensor, powers: bool):
-        """bf16 or fp32 [M, K] -> float8_e4m3fn [M, K], scales [ceil(M/128), ceil(K/128)] as float8_e8m0fnu or fp32."""
-        (rows, columns), (m, k) = _grid(weight), weight.shape
-        w = torch.nn.functional.pad(weight, (0, columns * BLOCK - k, 0, rows * BLOCK - m)).float()
-        w = w.view(rows, BLOCK, columns, BLOCK)
-        amax = w.abs().amax((1, 3))
-        flag = _any_non_finite(amax)
-        if powers:
-            exponent = _ceil_exponent(amax.view(torch.int32), 8, 0x600000)
-            values = w * _inverse(exponent)[:, None, :, None]
-            scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
-        else:
-            scales = (amax / 448).clamp(min=_TINY)
-            values = w / scales[:, None, :, None]
-        values = values.to(torch.float8_e4m3fn).view(rows * BLOCK, columns * BLOCK)[:m, :k]
-        return values.contiguous(), scales, flag
-
-
-def _ceil_exponent(amax: torch.Tensor, shift: int, mantissa: int) -> torch.Tensor:
-    """int32 E8M0 byte of the smallest power of two p with amax <= p * L, for L = 2**shift * (1 + mantissa / 2**23).
-
-    amax: int32, the bits of an fp32.
-    """
-    carry = 0x7FFFFF - mantissa  # reaches the exponent if amax's mantissa is above that of L
-    return ((amax + carry) >> 23).sub_(shift).clamp_(min=0)
-
-
-def _inverse(exponent: torch.Tensor) -> torch.Tensor:
-    """fp32 1 / 2**(exponent - 127), a normal number for every scale an encoder chooses."""
-    return ((254 - exponent) << 23).view(torch.float32)
-
-
-def mxfp4_encode_plain(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """bf16 or fp32 [N, 32] -> uint8 [N, 16], uint8 [N], bool flag; see the module for what is chosen."""
-    w = blocks.to(torch.float32, copy=True)
-    bits = w.view(torch.int32)  # w and bits are one tensor, of magnitudes from here on
-    sign = bits >> 31
-    bits &= 0x7FFFFFFF
-    amax = bits.amax(1)
-    exponent = _ceil_exponent(amax, 2, 0x400000)
-    w *= _inverse(exponent)[:, None]
-    # Adding 2**22 times the power of two below leaves one bit of the mantissa, rounded by the addition itself.
-    power = (bits & _EXPONENT).clamp_(min=127 << 23)
-    w += (power + (22 << 23)).view(torch.float32)
-    bits += power >> 22
-    bits -= 127 << 1
-    bits &= 7
-    bits |= sign & 8
-    pairs = bits.view(torch.int64)
-    packed = (pairs | (pairs >> 28)).to(torch.uint8)
-    return packed, exponent.to(torch.uint8), (amax >= _EXPONENT).any()

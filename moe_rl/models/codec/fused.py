@@ -1,4 +1,4 @@
-"""The codec's kernels: each reads its input once and writes its output once. `codec` is their reference, bit for bit.
+"""The codec's kernels: each reads its input once and writes its output once. `plain` is their reference, bit for bit.
 
 Only integer operations, multiplications by powers of two, IEEE division and one rounding addition are used: none depends on
 how a compiler contracts or approximates. Imported for tensors on a GPU alone; TRITON_INTERPRET=1 runs the kernels on a CPU.
@@ -90,10 +90,10 @@ def _mxfp4_decode(packed, scales, words, flag, count, WIDE: tl.constexpr, TILE: 
 
 
 @triton.jit
-def _fp8_encode(weight, values, scales, flag, m, k, WIDE: tl.constexpr, POWERS: tl.constexpr, TILE: tl.constexpr):
+def _fp8_encode(weight, values, scales, flag, m, k, WIDE: tl.constexpr, E8M0: tl.constexpr, TILE: tl.constexpr):
     """weight: int16 of bf16 or (WIDE) int32 of fp32 [m, k]; a program encodes one block of TILE x TILE.
 
-    scales: uint8 (POWERS) or fp32.
+    scales: uint8 (E8M0) or fp32.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
@@ -105,7 +105,7 @@ def _fp8_encode(weight, values, scales, flag, m, k, WIDE: tl.constexpr, POWERS: 
     magnitude = bits & 0x7FFFFFFF
     amax = tl.max(tl.max(magnitude, axis=1), axis=0)
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    if POWERS:
+    if E8M0:
         exponent = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
         y = magnitude.to(tl.float32, bitcast=True) * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         tl.store(scales + place, exponent.to(tl.uint8))
@@ -188,20 +188,20 @@ def mxfp4_decode(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype,
     return out, flag
 
 
-def fp8_encode(weight: torch.Tensor, powers: bool, launch: tuple[int, int] | None = None):
-    """bf16 or fp32 [M, K] -> float8_e4m3fn [M, K], scales as float8_e8m0fnu (`powers`) or fp32, int32 flag."""
+def fp8_encode(weight: torch.Tensor, e8m0: bool, launch: tuple[int, int] | None = None):
+    """bf16 or fp32 [M, K] -> float8_e4m3fn [M, K], scales as float8_e8m0fnu (`e8m0`) or fp32, int32 flag."""
     tile, warps = launch or LAUNCH["fp8_encode"]
     m, k = weight.shape
     grid = (triton.cdiv(m, tile), triton.cdiv(k, tile))
     values = torch.empty(m, k, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(grid, dtype=torch.uint8 if powers else torch.float32, device=weight.device)
+    scales = torch.empty(grid, dtype=torch.uint8 if e8m0 else torch.float32, device=weight.device)
     flag = _flag(weight)
     if values.numel():
         with torch.cuda.device_of(weight):
             _fp8_encode[grid](
-                _bits(weight), values, scales, flag, m, k, WIDE=_wide(weight), POWERS=powers, TILE=tile, num_warps=warps
+                _bits(weight), values, scales, flag, m, k, WIDE=_wide(weight), E8M0=e8m0, TILE=tile, num_warps=warps
             )
-    return values.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu) if powers else scales, flag
+    return values.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu) if e8m0 else scales, flag
 
 
 def fp8_decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, launch: tuple[int, int] | None = None):
