@@ -13,7 +13,8 @@ class ModelFacts:
     number of ids that the tokenizer can produce (highest id + 1), None when the directory has no tokenizer.
     `supports_tp` says whether the family can split a layer over tensor-parallel ranks; `tp_reason` says why not.
     `weight_files` counts the files of weights, safetensors or of a dist-checkpoint (0: the directory holds no weights),
-    and `num_parameters` the values of the whole model, buffers included.
+    and `num_parameters` the values of the whole model, buffers included. What tensor parallelism must divide: the
+    key-value heads, the width `ffn_size` of feed-forward layers and `expert_size` of an expert (0: the model has none).
     """
 
     family: str
@@ -31,3 +32,6 @@ class ModelFacts:
     tp_reason: str = ""
     weight_files: int = 0
     num_parameters: int = 0
+    num_kv_heads: int = 1
+    ffn_size: int = 0
+    expert_size: int = 0

@@ -98,13 +98,56 @@ class _DeepseekV4(Family):
         return weight_table(arch)
 
 
+class _Qwen(Family):
+    def read_arch(self, path: str | Path) -> Any:
+        from moe_rl.models.qwen.arch import QwenArch
+
+        return QwenArch.from_dict(read_config(path))
+
+    def facts(self, arch: Any) -> dict[str, Any]:
+        return {
+            "num_layers": arch.num_layers,
+            "hash_layers": (),
+            "vocab_size": arch.vocab_size,
+            "max_positions": arch.max_positions,
+            "num_experts": arch.num_experts,
+            "top_k": arch.top_k,
+            "hidden_size": arch.hidden_size,
+            "num_heads": arch.num_heads,
+            "num_kv_heads": arch.num_kv_heads,
+            "ffn_size": arch.intermediate_size if len(arch.moe_layers) < arch.num_layers else 0,
+            "expert_size": arch.moe_intermediate_size,
+        }
+
+    def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
+        from moe_rl.models.qwen.build import make_transformer_config
+
+        return make_transformer_config(arch, **layout)
+
+    def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
+        from moe_rl.models.qwen.build import build_chunk
+
+        return build_chunk(arch, config, pre, post, vp_stage)
+
+    def init_weights(self, chunk: Any, seed: int) -> None:
+        from moe_rl.models.qwen.build import init_weights
+
+        init_weights(chunk, seed)
+
+    def weight_table(self, arch: Any) -> Any:
+        from moe_rl.models.qwen.weights import weight_table
+
+        return weight_table(arch)
+
+
 FAMILIES = {
     "deepseek_v4": _DeepseekV4(
         "deepseek_v4",
         ("deepseek_v4",),
         supports_tp=False,
         tp_reason="all query heads share one key-value head, so attention is not split; use layout.ep and layout.pp",
-    )
+    ),
+    "qwen": _Qwen("qwen", ("qwen2", "qwen3", "qwen3_moe"), supports_tp=True, tp_reason=""),
 }
 
 

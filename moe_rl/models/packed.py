@@ -61,6 +61,10 @@ class PackedSequences:
         """Pack sequences of these lengths (in tokens, each at least 1)."""
         return cls(lengths, device)
 
+    def followed_by(self, length: int) -> PackedSequences:
+        """The same sequences and one more of `length` tokens."""
+        return PackedSequences((*self.lengths, length), self.device)
+
     @property
     def total(self) -> int:
         return int(self._starts[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 
 import torch
@@ -12,8 +11,8 @@ from moe_rl.errors import UserError
 from moe_rl.models.chunk import build_device
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.model import DeepseekV4Model, V4TransformerConfig
+from moe_rl.models.options import named_generator, shared_options
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_TENSOR_PARALLEL = (
     "attention shares one key-value head among all query heads, so its layers are not split (use ep, pp)"
 )
@@ -46,24 +45,14 @@ def make_transformer_config(
         raise UserError(
             "layout.tp", f"layout.tp={tp} layout.etp={etp} with a DeepSeek-V4 model", NO_TENSOR_PARALLEL, "use 1"
         )
-    if dtype not in DTYPES:
-        raise UserError("engine.dtype", f"engine.dtype={dtype}", f"known: {', '.join(DTYPES)}", "use one of them")
-    if recompute not in ("off", "full"):
-        raise UserError("engine.recompute", f"engine.recompute={recompute}", "known: off, full", "use one of them")
     return V4TransformerConfig(
         arch=arch,
         attention_chunk=attention_chunk,
         logprob_chunk=logprob_chunk,
         **_sizes(arch),
         **_experts(arch),
-        **_numerics(DTYPES[dtype], device),
-        **_pipeline(pp, vpp, stages, DTYPES[dtype]),
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        **(
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-            if recompute == "full"
-            else {}
+        **shared_options(
+            pp=pp, vpp=vpp, ep=ep, etp=etp, stages=stages, recompute=recompute, dtype=dtype, device=device
         ),
     )
 
@@ -104,41 +93,6 @@ def _experts(arch: DeepseekV4Arch) -> dict:
     }
 
 
-def _numerics(dtype: torch.dtype, device: str) -> dict:
-    return {
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "transformer_impl": "local",
-        # The fused activation leaves out the clamp too; the other fusions need kernels that a CPU lacks.
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": device == "cpu",
-        "perform_initialization": False,
-        # Losses arrive as sums that carry their own weights.
-        "calculate_per_token_loss": True,
-    }
-
-
-def _pipeline(pp: int, vpp: int, stages: str, dtype: torch.dtype) -> dict:
-    return {
-        "pipeline_model_parallel_size": pp,
-        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
-        "pipeline_model_parallel_layout": stages if pp > 1 else None,
-        "pipeline_dtype": dtype,
-        "variable_seq_lengths": True,
-        "deallocate_pipeline_outputs": True,
-        # With two stages batched sends match first in first out, and an interleaved schedule would swap tensors.
-        "overlap_p2p_comm": vpp > 1,
-        "batch_p2p_comm": vpp <= 1,
-    }
-
-
 def build_chunk(
     arch: DeepseekV4Arch, config: V4TransformerConfig, pre: bool = True, post: bool = True, vp_stage: int | None = None
 ) -> DeepseekV4Model:
@@ -169,8 +123,7 @@ def init_weights(model: DeepseekV4Model, seed: int) -> None:
     """
     arch = model.arch
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        key = hashlib.blake2b(f"{seed}:{global_name(model, name)}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+        generator = named_generator(seed, global_name(model, name))
         leaf = name.rsplit(".", 1)[-1]
         if leaf == "tid2eid":
             tensor.copy_(balanced_table(arch.vocab_size, arch.num_experts, arch.top_k, generator))
