@@ -64,10 +64,21 @@ def transformers_views(model: torch.nn.Module, config: dict[str, Any]) -> dict[s
 
 
 def randomise(views: dict[str, torch.Tensor], seed: int) -> None:
-    """Seeded values, by name: norms near 1, the rest normal."""
+    """Seeded values: norms near 1, the rest normal."""
+    generator = torch.Generator().manual_seed(seed)
     for name, view in sorted(views.items()):
-        noise = torch.randn(view.shape, generator=torch.Generator().manual_seed(seed + len(name)))
+        noise = torch.randn(view.shape, generator=generator)
         view.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
+
+
+def save_model(directory: Path, kind: str, seed: int = 3, **changes: Any) -> Path:
+    """A model directory as transformers writes it, with random weights."""
+    config = model_config(kind, **changes)
+    model = oracle(config)
+    with torch.no_grad():
+        randomise(transformers_views(model, config), seed)
+    model.save_pretrained(directory)
+    return directory
 
 
 def token_logprobs(model: torch.nn.Module, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

@@ -54,6 +54,7 @@ class QwenArch:
             UserError: sizes are missing or contradict each other, or it asks for something this family does not do.
         """
         config = {key: value for key, value in config.items() if value is not None}
+        config.setdefault("num_experts", config.get("num_local_experts"))  # transformers 5 writes it so
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:
             raise _bad(f"model_type {kind!r}", f"this family is {', '.join(MODEL_TYPES)}")
@@ -107,7 +108,7 @@ def _is_count(value: Any) -> bool:
 def _check_types(config: Mapping[str, Any], is_moe: bool) -> None:
     """Refuse sizes that are missing or no sizes, and switches and factors of another type."""
     sizes = [*_SIZES, *(_MOE_SIZES if is_moe else ())]
-    missing = [key for key in sizes if key not in config]
+    missing = [key for key in sizes if config.get(key) is None]
     if missing:
         raise _bad(f"missing {', '.join(missing)}", "a Qwen model cannot be built without these sizes")
     sizes += [key for key in ("num_key_value_heads", "head_dim", "decoder_sparse_step") if key in config]
