@@ -113,9 +113,10 @@ def fp8_encode(weight: torch.Tensor, e8m0: bool):
     scales = torch.empty(rows, columns, dtype=torch.uint8 if e8m0 else torch.float32, device=weight.device)
     flag = torch.tensor(False, device=weight.device)
     for part in _parts(weight, 128):
-        w = weight[part]
-        here = slice(part.start // 128, -(-part.stop // 128))
-        w = torch.nn.functional.pad(w, (0, -k % 128, 0, -len(w) % 128)).float().view(-1, 128, columns, 128)
+        w, here = weight[part], slice(part.start // 128, -(-part.stop // 128))
+        length, height = len(w), min(len(w), 128)  # one row of blocks need not be filled up
+        w = torch.nn.functional.pad(w, (0, -k % 128, 0, -length % height)).float()
+        w = w.view(-(-length // height), height, columns, 128)
         amax = w.abs().amax((1, 3))
         flag |= _any_non_finite(amax)
         if e8m0:
@@ -125,5 +126,5 @@ def fp8_encode(weight: torch.Tensor, e8m0: bool):
         else:
             scales[here] = scale = (amax / 448).clamp(min=_TINY)
             w = w / scale[:, None, :, None]
-        values[part] = w.view(-1, columns * 128)[: len(weight[part]), :k]
+        values[part] = w.flatten(2).flatten(0, 1)[:length, :k]
     return values, scales.view(torch.float8_e8m0fnu) if e8m0 else scales, flag
