@@ -21,18 +21,9 @@ from pathlib import Path
 
 import psutil
 
+from moe_rl.bench.process import proportional_gib
+
 RESULTS = Path(__file__).parent / "results" / "quickstart.json"
-
-
-def proportional_gib(processes: list[psutil.Process]) -> float:
-    """Proportional set size of the processes that are still there, in GiB."""
-    total = 0
-    for process in processes:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return total / 2**30
 
 
 def watch(command: list[str]) -> tuple[float, float]:

@@ -23,6 +23,7 @@ ROOMS = {
     "observe": {"config", "errors"},
     "rollout": {"config", "models", "reshard", "errors"},
     "engine": {"config", "models", "errors"},
+    "bench": {"config", "models", "observe", "trainer", "errors"},
 }
 FORBIDDEN = {  # third-party packages a room must not know
     "config": set(HEAVY),
@@ -34,6 +35,7 @@ FORBIDDEN = {  # third-party packages a room must not know
     "reshard": {"megatron", "transformers", "ray", "vllm"},
     "engine": {"ray", "vllm", "transformers"},
     "rollout": {"megatron", "ray"},
+    "bench": set(HEAVY),  # it starts runs and holds no memory of its own
 }
 
 

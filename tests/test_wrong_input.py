@@ -235,6 +235,13 @@ CASES = [
         edit=write("t.jsonl", '{"tokens": [1, 2]}\n'),
     ),
     Case("report of what is no run", "report.run_dir", "report model"),
+    Case("a case the benchmark does not have", "bench.case", "bench optimizer --cases whole-offload0-fp23"),
+    Case("a task the benchmark does not have", "bench.task", "bench optimizer --task grop", says="nearest: grpo"),
+    Case("a benchmark of no step", "bench.max_step", "bench optimizer --max-step 0"),
+    Case("a benchmark without time", "bench.timeout", "bench optimizer --case-timeout 0"),
+    Case("a value that the benchmark's cases vary", "bench.key", "bench optimizer optimizer.offload_fraction=1"),
+    Case("results where a file is", "bench.out", "bench optimizer --out mine.yaml"),
+    Case("input that is wrong for every case", "rollout.group", "bench optimizer mine.yaml rollout.n=1"),
 ]
 
 
@@ -244,7 +251,7 @@ def outcome(case: Case, good: Path, work: Path) -> tuple[int, str]:
     if case.edit:
         case.edit(work)
     command = case.arguments.split()
-    if not command or command[0] not in ("train", "score", "report", "explain"):
+    if not command or command[0] not in ("train", "score", "report", "explain", "bench"):
         command = ["train", "mine.yaml", *command]
     if command[0] == "train":
         command.append("--dry-run")
