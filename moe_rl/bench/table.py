@@ -27,6 +27,7 @@ WARM_UP = 2  # first steps that are in no median
 TSV, JSON, CURVES = "results.tsv", "results.json", "curves.png"
 DRAWN = (
     "reward/accuracy",
+    "reward/mean",
     "actor/loss",
     "actor/grad_norm",
     "tokens/per_second",
@@ -115,7 +116,7 @@ def measure(row: Row, run_dir: Path) -> None:
     row.tokens_per_s, row.update_s = steady("tokens/per_second"), steady("time/update")
     row.gpu_allocated_gib, row.gpu_reserved_gib = last("memory/gpu_peak_gib"), last("memory/gpu_reserved_peak_gib")
     row.workers_host_gib = last("memory/host_peak_gib")
-    row.curves = {key: [line.get(key) for line in metrics] for key in ("step", "reward/mean", *DRAWN)}
+    row.curves = {key: [line.get(key) for line in metrics] for key in ("step", *DRAWN)}
 
 
 def write(out: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
@@ -151,9 +152,9 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
     console.width = max(console.width, console.measure(table, options=console.options.update(width=500)).maximum)
     console.print(table)
     for f in shown:
-        console.print(f"  {f.metadata['title']}: {f.metadata['meaning']}", highlight=False)
+        console.print(f"  {f.metadata['title']}: {f.metadata['meaning']}", highlight=False, soft_wrap=True)
     for error, cases in _by_error(rows).items():
-        console.print(f"{', '.join(cases)}:\n  {error}", highlight=False, markup=False)
+        console.print(f"{', '.join(cases)}:\n  {error}", highlight=False, markup=False, soft_wrap=True)
 
 
 def machine() -> dict[str, Any]:
