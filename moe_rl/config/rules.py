@@ -375,18 +375,36 @@ def _experts(config: Config, facts: ModelFacts) -> Iterator[Problem]:
 
 
 def _tensor_parallel(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    for key, size in (("layout.tp", config.layout.tp), ("layout.etp", config.layout.etp)):
-        if size == 1:
-            continue
-        if not facts.supports_tp:
+    tp, etp = config.layout.tp, config.layout.etp
+    for key, size in (("layout.tp", tp), ("layout.etp", etp)):
+        if size > 1 and not facts.supports_tp:
             what = f"{key} is {size}, but family {facts.family} runs with {key}=1 only"
             why = facts.tp_reason or "Its layers cannot be split over tensor-parallel ranks."
             yield _problem(config, "layout.tp", key, what, why, f"Set {key}=1 and use layout.pp and layout.ep.")
-        elif key == "layout.tp" and facts.num_heads % size:
-            what = f"layout.tp {size} does not divide the model's {facts.num_heads} attention heads"
-            yield _problem(
-                config, "layout.heads", key, what, "Each rank holds the same number of heads.", "Use a divisor."
-            )
+    if not facts.supports_tp:
+        return
+    for key, size, count, thing in (
+        ("layout.tp", tp, facts.num_heads, "attention heads"),
+        ("layout.tp", tp, facts.num_kv_heads, "key-value heads"),
+        ("layout.tp", tp, facts.ffn_size, "columns of a feed-forward layer"),
+        ("layout.etp", etp, facts.expert_size, "columns of an expert"),
+    ):
+        if count % size:
+            rule = "layout.heads" if "heads" in thing else "layout.columns"
+            what, why = f"{key} {size} does not divide the model's {count} {thing}", "Each rank holds the same number."
+            yield _problem(config, rule, key, what, why, "Use a divisor.")
+    if etp > 1 and not facts.num_experts:
+        what = f"layout.etp is {etp}, but the model has no experts"
+        yield _problem(config, "layout.experts", "layout.etp", what, "It splits experts alone.", "Set layout.etp=1.")
+    elif etp > 1 and (etp != tp or config.layout.ep > 1) and host.resolve_device(config.engine.device) == "cpu":
+        yield _problem(
+            config,
+            "layout.etp",
+            "layout.etp layout.tp layout.ep",
+            f"layout.etp is {etp} with layout.tp {tp} and layout.ep {config.layout.ep} on a CPU",
+            "The ranks of an expert then hold different numbers of tokens, and gloo gathers equal ones only.",
+            "Set layout.etp=1, or layout.etp to layout.tp with layout.ep=1; on GPUs any will do.",
+        )
 
 
 def _lengths(config: Config, facts: ModelFacts) -> Iterator[Problem]:
