@@ -142,9 +142,3 @@ def refuses_fp8(kernel: ModuleType, weight: torch.Tensor, device: str) -> None:
         codes[-1, 0] = code
         scales = torch.full([-(-n // 128) for n in weight.shape], scale)
         assert kernel.fp8_decode(codes.view(torch.float8_e4m3fn).to(device), scales.to(device), weight.dtype)[1]
-
-
-if __name__ == "__main__":
-    from moe_rl.models.codec import fused, plain
-
-    print(agree(fused, plain, "cpu"))

@@ -60,6 +60,7 @@ class NonFinite:
         for flags in by_device.values():
             values = torch.stack([flag.to(torch.int32).reshape(()) for _, flag in flags]).tolist()
             bad += [name or "(unnamed)" for (name, _), value in zip(flags, values, strict=True) if value]
+        bad = list(dict.fromkeys(bad))  # one that was encoded and decoded is named once
         if bad:
             more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
             raise UserError(

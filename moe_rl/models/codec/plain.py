@@ -70,7 +70,7 @@ def mxfp4_encode(blocks: torch.Tensor):
     """bf16 or fp32 [N, 32] -> uint8 [N, 16], uint8 [N]."""
     packed = torch.empty(len(blocks), 16, dtype=torch.uint8, device=blocks.device)
     scales = torch.empty(len(blocks), dtype=torch.uint8, device=blocks.device)
-    flag = torch.tensor(False, device=blocks.device)
+    flag = torch.zeros((), dtype=torch.bool, device=blocks.device)
     for part in _parts(blocks, _CPU_BLOCKS):
         w = blocks[part].to(torch.float32, copy=True)
         bits = w.view(torch.int32)  # one tensor under two names, of magnitudes from here on
@@ -96,7 +96,7 @@ def mxfp4_encode(blocks: torch.Tensor):
 def fp8_decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype):
     """float8_e4m3fn [M, K], fp32 [ceil(M/128), ceil(K/128)] -> dtype [M, K]."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    flag = torch.tensor(False, device=weight.device)
+    flag = torch.zeros((), dtype=torch.bool, device=weight.device)
     columns = scales.repeat_interleave(128, 1)[:, : weight.shape[1]]
     for part in _parts(weight, 128):
         scale = columns.repeat_interleave(128, 0)[: len(weight)] if weight.is_cuda else columns[part.start // 128]
@@ -111,7 +111,7 @@ def fp8_encode(weight: torch.Tensor, e8m0: bool):
     rows, columns = -(-m // 128), -(-k // 128)
     values = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(rows, columns, dtype=torch.uint8 if e8m0 else torch.float32, device=weight.device)
-    flag = torch.tensor(False, device=weight.device)
+    flag = torch.zeros((), dtype=torch.bool, device=weight.device)
     for part in _parts(weight, 128):
         w, here = weight[part], slice(part.start // 128, -(-part.stop // 128))
         length, height = len(w), min(len(w), 128)  # one row of blocks need not be filled up
@@ -124,7 +124,8 @@ def fp8_encode(weight: torch.Tensor, e8m0: bool):
             w = w * _inverse(exponent)[:, None, :, None]
             scales[here] = exponent
         else:
-            scales[here] = scale = (amax / 448).clamp(min=_TINY)
+            scale = amax / torch.full_like(amax, 448)  # by a plain number, a GPU multiplies with its inverse
+            scales[here] = scale.clamp_(min=_TINY)
             w = w / scale[:, None, :, None]
         values[part] = w.flatten(2).flatten(0, 1)[:length, :k]
     return values, scales.view(torch.float8_e8m0fnu) if e8m0 else scales, flag
