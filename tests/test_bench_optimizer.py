@@ -239,6 +239,21 @@ def test_the_curves_have_a_line_for_each_case(tmp_path, monkeypatch):
     assert list(panels["actor/loss"].get_lines()[0].get_xdata()) == [1, 2, 3, 5, 6]  # the NaN is left out
 
 
+def test_the_documented_table_is_the_stored_one():
+    stored = json.loads((ROOT / "benchmarks/results/bench_optimizer_cpu.json").read_text())
+    rows = [Row(**row) for row in stored["rows"]]
+    assert [row.case for row in rows] == list(DEFAULT)
+    text, document = io.StringIO(), (ROOT / "docs/optimizers.md").read_text()
+    show(rows, Console(file=text))
+    for line in text.getvalue().splitlines()[: len(rows) + 1]:
+        assert f"\n    {line.strip()}\n" in document
+    first, *others = (row.curves for row in rows if row.status == "ok")
+    for curves in others:
+        assert curves["reward/accuracy"] == first["reward/accuracy"]
+        for key in ("actor/loss", "actor/grad_norm"):
+            assert curves[key] == pytest.approx(first[key], rel=3e-4)
+
+
 # ---------------------------------------------------------------------------------------------------- the processes
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
