@@ -167,7 +167,8 @@ def measure(device: str, repeats: int) -> dict[str, Any]:
     least: dict[str, float] = {}
     for row in rows:
         if "encode" in row["what"]:
-            encoder = f"{row['what'].split()[0]} {row['what'].split('encode')[1]}".strip()
+            words = row["what"].split()
+            encoder = " ".join([words[0], *words[words.index("encode") + 1 :]])
             least[encoder] = min(least.get(encoder, math.inf), row["of_copy"])
     return {
         "copy_gbps": round(copy / 1e9, 1),

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]  # OCP MX v1.0, table 5: code -> value
+E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]  # OCP MX v1.0, FP4: code -> value
 E4M3 = [  # OCP OFP8 v1.0: exponent bias 7, three bits of mantissa, code 127 is NaN
     Fraction(mantissa, 8) * Fraction(2) ** -6
     if exponent == 0
