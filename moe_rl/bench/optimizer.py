@@ -231,8 +231,10 @@ def _status(ended: Ended) -> str:
 def _stop_asked() -> Iterator[Callable[[], bool]]:
     """A function that tells whether Ctrl-C, SIGTERM or a hang-up came: nothing is interrupted, so nothing is left behind."""
     came: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in signals}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup, or a job in the background
+            signal.signal(number, lambda number, _: came.append(number))
     try:
         yield lambda: bool(came)
     finally:
