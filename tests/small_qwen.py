@@ -21,7 +21,7 @@ _COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
-    "rope_theta": 10000.0,
+    "rope_theta": 500.0,
     "rms_norm_eps": 1e-6,
 }
 KINDS: dict[str, dict[str, Any]] = {

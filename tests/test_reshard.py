@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import subprocess
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from moe_rl.errors import RunFailed
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import transformers_views, weight_table
-from moe_rl.models.digest import CHUNK, digest, digest_all
-from moe_rl.models.weights import Box, whole_parts
+from moe_rl.models.digest import CHUNK, block_sums, digest, digest_all, whole_digest
+from moe_rl.models.weights import Box, Part, whole_parts
 from moe_rl.reshard.plan import Held, Owned, Transfer, make_plan
 from moe_rl.reshard.receive import Receiver
 from moe_rl.reshard.transport import Packet, pack, unpack
@@ -447,3 +448,86 @@ def test_a_whole_model_through_plan_packets_and_receiver():
         receiver.finish(0, plan.names[k])
         for name, (part,) in receiver._parts.items():
             assert torch.equal(part.view, weights[name]), name
+
+
+# Blocks
+
+
+def _cuts(shape, axis, count):
+    """Boxes that cut a tensor into `count` unequal parts along an axis."""
+    edges = [shape[axis] * i // count for i in range(count + 1)]
+    for first, end in itertools.pairwise(edges):
+        start, extent = [0] * len(shape), list(shape)
+        start[axis], extent[axis] = first, end - first
+        yield tuple(start), tuple(extent)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_blocks_of_one_cut_arrive_in_the_blocks_of_another(data):
+    """Trainer ranks and receivers cut each tensor along any axis; every receiver proves what it holds, and it is right."""
+    shapes = data.draw(st.lists(st.tuples(st.integers(4, 9), st.integers(4, 9)), min_size=1, max_size=4))
+    source, target, copies = (data.draw(st.integers(1, 4)) for _ in range(3))
+    generator = torch.Generator().manual_seed(1)
+    whole = {f"t{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+    ranks: list[dict] = [{} for _ in range(source * copies)]
+    live: list[dict] = [{} for _ in range(target)]
+    for name, tensor in whole.items():
+        ours, theirs = data.draw(st.sampled_from((0, 1))), data.draw(st.sampled_from((0, 1)))
+        for i, (start, extent) in enumerate(_cuts(tensor.shape, ours, source)):
+            for copy in range(copies):
+                view = tensor[Box(name, start, extent).index]
+                ranks[copy * source + i][name] = [Part(view, start, tuple(tensor.shape))]
+        for receiver, (start, extent) in zip(live, _cuts(tensor.shape, theirs, target), strict=True):
+            receiver[name] = [Part(torch.full(extent, torch.nan), start, tuple(tensor.shape))]
+    receivers = [Receiver(parts) for parts in live]
+    held = [h for k, receiver in enumerate(receivers) for h in receiver.holdings(k)]
+    owned = [Owned(r, n, p.shape, "fp32", p.box(n)) for r, parts in enumerate(ranks) for n, (p,) in parts.items()]
+    plan = make_plan(owned, held)
+    assert plan.nbytes == 4 * sum(t.numel() for t in whole.values())
+    for rank, receiver, boxes, nbytes in plan.transfers:
+        for packet in pack(ranks[rank], boxes, dict.fromkeys(whole, "fp32"), version=1, source=rank, limit=200):
+            receivers[receiver].stage(packet)
+            nbytes -= packet.nbytes
+        assert nbytes == 0
+    for k, receiver in enumerate(receivers):
+        receiver.finish(1, plan.names[k])
+    for name, tensor in whole.items():
+        for parts in live:
+            part = parts[name][0]
+            assert torch.equal(part.view, tensor[part.index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_shares_of_blocks_add_up_to_the_digest(dtype):
+    tensor = (1000 * torch.randn(300, 700, generator=torch.Generator().manual_seed(2))).to(dtype)
+    for axis, count in ((0, 3), (1, 4)):
+        boxes = [Box("t", *cut) for cut in _cuts(tensor.shape, axis, count)]
+        sums = block_sums([Part(tensor[box.index], box.start, tuple(tensor.shape)) for box in boxes])
+        assert whole_digest(str(tensor.dtype).removeprefix("torch."), tensor.shape, sums) == digest(tensor)
+        moved = block_sums([Part(tensor[box.index], (0, 0), tuple(tensor.shape)) for box in boxes])
+        assert moved[0] == sums[0] and moved[1] != sums[1]
+
+
+def test_blocks_that_do_not_make_up_a_tensor_are_named():
+    half = Box("w", (0, 0), (2, 4))
+    with pytest.raises(RunFailed, match="1 tensors are owned in blocks that leave gaps or overlap: w"):
+        make_plan([Owned(0, "w", (4, 4), "fp32", half)], [Held(0, "w", (4, 4), "fp32")])
+    overlapping = [Owned(0, "w", (4, 4), "fp32", half), Owned(1, "w", (4, 4), "fp32", Box("w", (1, 0), (2, 4)))]
+    with pytest.raises(RunFailed, match="leave gaps or overlap: w"):
+        make_plan(overlapping, [Held(0, "w", (4, 4), "fp32")])
+
+
+def test_half_a_tensor_is_not_an_update(source, live):
+    receiver = Receiver(whole_parts(live))
+    parts, dtypes = whole_parts(source), {h.name: h.dtype for h in receiver.holdings(0)}
+    boxes = [Box("w", (0, 0), (3, 4)), *(parts[n][0].box(n) for n in source if n != "w")]
+    for packet in pack(parts, boxes, dtypes, version=1, source=0):
+        receiver.stage(packet)
+    with pytest.raises(RunFailed, match="1 tensors arrived in part: w"):
+        receiver.finish(1, list(source))
+    for packet in pack(parts, boxes, dtypes, version=2, source=0):
+        receiver.stage(packet)
+    with pytest.raises(RunFailed, match="w arrived twice"):
+        for packet in pack(parts, [Box("w", (2, 0), (4, 4))], dtypes, version=2, source=0):
+            receiver.stage(packet)

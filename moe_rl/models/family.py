@@ -45,6 +45,10 @@ class Family(ABC):
     def weight_table(self, arch: Any) -> Any:
         """The weight map: released name <-> megatron-core name <-> transformers name."""
 
+    @abstractmethod
+    def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
+        """transformers' model for `path`/config.json with arbitrary weights of that torch dtype, to sample from."""
+
     def check_weights(self, path: str | Path) -> None:
         """Check the weight files in `path` against its config.json by their headers (UserError lists what is wrong).
 
@@ -97,6 +101,11 @@ class _DeepseekV4(Family):
 
         return weight_table(arch)
 
+    def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
+        from moe_rl.models.deepseek_v4.transformers_model import build_transformers_model
+
+        return build_transformers_model(read_config(path), self.read_arch(path), dtype=dtype, device=device)
+
 
 class _Qwen(Family):
     def read_arch(self, path: str | Path) -> Any:
@@ -138,6 +147,11 @@ class _Qwen(Family):
         from moe_rl.models.qwen.weights import weight_table
 
         return weight_table(arch)
+
+    def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
+        from moe_rl.models.qwen.transformers_model import build_transformers_model
+
+        return build_transformers_model(read_config(path), dtype=dtype, device=device)
 
 
 FAMILIES = {

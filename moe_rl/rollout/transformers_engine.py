@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import torch
 from moe_rl.config.host import resolve_device
 from moe_rl.config.schema import Config
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.family import get_family, read_config, read_facts, special_ids
+from moe_rl.models.family import get_family, read_facts, special_ids
 from moe_rl.models.weights import torch_dtype, whole_parts
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.receive import Receiver
@@ -22,17 +22,6 @@ from moe_rl.rollout.engine import Completion, Request
 from moe_rl.rollout.sampling import sample
 
 _DEADLINE = 0.9  # of rollout.timeout_s: completions cut short come back before the caller gives the worker up
-
-
-def _deepseek_v4(path: Path, dtype: torch.dtype, device: str) -> Any:
-    from moe_rl.models.deepseek_v4.transformers_model import build_transformers_model
-
-    return build_transformers_model(
-        read_config(path), get_family("deepseek_v4").read_arch(path), dtype=dtype, device=device
-    )
-
-
-_BUILD: dict[str, Callable[[Path, torch.dtype, str], Any]] = {"deepseek_v4": _deepseek_v4}
 
 
 class TransformersEngine:
@@ -65,10 +54,8 @@ class TransformersEngine:
         """
         torch.set_num_threads(threads)
         facts = read_facts(path)
-        if facts.family not in _BUILD:
-            raise UserError("rollout.engine", f"rollout.engine=transformers does not run {facts.family} models")
         family = get_family(facts.family)
-        self._model = _BUILD[facts.family](Path(path), torch_dtype(dtype), device)
+        self._model = family.transformers_model(path, torch_dtype(dtype), device)
         views = family.weight_table(family.read_arch(path)).transformers_views(self._model)
         for view in views.values():
             view.fill_(torch.nan if view.is_floating_point() else -1)
