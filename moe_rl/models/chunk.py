@@ -17,7 +17,11 @@ from torch import nn
 
 def build_device(config: TransformerConfig) -> torch.device:
     """Where parameters are created; without a GPU on torch's default device, which an audit sets to meta."""
-    return torch.get_default_device() if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    return (
+        torch.get_default_device()
+        if config.use_cpu_initialization
+        else torch.device("cuda", torch.cuda.current_device())
+    )
 
 
 class GlobalLayers(nn.ModuleDict):

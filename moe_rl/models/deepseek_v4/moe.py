@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch.nn import functional as F
 
+from moe_rl.models.chunk import build_device
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 
 
@@ -40,7 +41,7 @@ class Router(TopKRouter):
     def __init__(self, config, pg_collection=None, is_mtp_layer=False, *, is_hash: bool) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         arch: DeepseekV4Arch = config.arch
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        device = build_device(config)
         # megatron-core's gradient finalisation looks for the attribute itself, so a hash router must not have it.
         del self.expert_bias, self.local_tokens_per_expert
         self.is_hash = is_hash
