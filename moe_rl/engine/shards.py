@@ -119,7 +119,7 @@ def write(work: Work) -> Written:
     digests, nbytes = {}, 0
     if work.items:
         with (work.root / name).open("wb") as file:
-            stream = _Hashed(file)
+            stream = HashedFile(file)
             while work.items:
                 item, data = work.items.popleft()
                 offset = file.tell()
@@ -134,7 +134,7 @@ def write(work: Work) -> Written:
     return Written(results, digests, nbytes, seconds, work.staged, work.peak.host, work.peak.gpu)
 
 
-class _Hashed:
+class HashedFile:
     """A file as torch.save sees it, which hashes what goes into it."""
 
     def __init__(self, file: Any) -> None:
