@@ -7,7 +7,7 @@ SEED ?= 1
 RUN ?= runs/quickstart-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 PYTEST := TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest
 
-.PHONY: help setup quickstart tiny-model test test-full lint format clean
+.PHONY: help setup quickstart tiny-models test test-full lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,8 +24,8 @@ quickstart: setup ## Train the tiny model on this CPU and draw its report; SEED=
 	@echo "report:   $(run)/report.html"
 	@echo "go on:    $(BIN)/moe-rl train dsv4-tiny trainer.seed=$(SEED) trainer.steps=100 --run-dir $(run)"
 
-tiny-model: setup ## Train the starting model of dsv4-tiny anew, minutes on two cores
-	@$(BIN)/python scripts/make_dsv4_tiny.py
+tiny-models: setup ## Train the starting models of the tiny recipes anew, minutes on two cores
+	@$(BIN)/python scripts/make_tiny_models.py
 
 lint: setup ## Linter, formatter and type checker
 	@$(BIN)/ruff check

@@ -1,6 +1,7 @@
-"""Make what the recipe dsv4-tiny starts from: task data, tokenizer, and a model trained on worked examples.
+"""Make what the recipes dsv4-tiny, qwen2-tiny and qwen3-moe-tiny start from: task data, tokenizer, and a model trained on
+worked examples.
 
-    make tiny-model            (or: python scripts/make_dsv4_tiny.py OUT)
+    make tiny-models           (or: python scripts/make_tiny_models.py dsv4-tiny --out OUT)
 
 The task is to sort the digits of a number. The worked examples are like a corpus from the wild: most hold a mistake
 (two digits swapped), so that a model which imitates them well answers rightly about two times in five, and knows enough
@@ -16,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,69 +25,101 @@ import torch
 from moe_rl.config import load_config
 from moe_rl.data.tokenizer import load_tokenizer
 from moe_rl.grpo.batching import micro_batches
-from moe_rl.models.family import get_family
+from moe_rl.models.family import get_family, read_facts
 from moe_rl.models.load import save_released
 from moe_rl.models.weights import torch_dtype
 from moe_rl.reshard.transport import unpack
 from moe_rl.trainer.placement import Cluster, TrainerGroup
 from moe_rl.trainer.worker import Sequences
 
-ARCH = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
+EOS = 257
+COMMON = {
     "vocab_size": 260,
-    "hidden_size": 64,
-    "moe_intermediate_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "partial_rotary_factor": 0.5,
-    "q_lora_rank": 32,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "scoring_func": "sqrtsoftplus",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
-    "layer_types": [
-        "sliding_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-        "compressed_sparse_attention",
-    ],
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-    "sliding_window": 16,
-    "index_n_heads": 8,
-    "index_head_dim": 16,
-    "index_topk": 8,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 6,
-    "hc_eps": 1e-6,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.05,
     "max_position_embeddings": 1024,
     "rope_theta": 10000.0,
-    "compress_rope_theta": 160000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 4,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 256,
-    },
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
     "hidden_act": "silu",
     "bos_token_id": 256,
-    "eos_token_id": 257,
+    "eos_token_id": EOS,
     "pad_token_id": 258,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dsv4-tiny": COMMON
+    | {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sqrtsoftplus",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "sliding_window": 16,
+        "index_n_heads": 8,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 6,
+        "hc_eps": 1e-6,
+        "compress_rope_theta": 160000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 256,
+        },
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    },
+    "qwen2-tiny": COMMON
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+    "qwen3-moe-tiny": COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
 }
 SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
 MISTAKES = 0.6  # share of the worked examples that hold one
@@ -106,7 +140,7 @@ def write_tokenizer(directory: Path) -> None:
         "bos_token": SPECIAL[0],
         "eos_token": SPECIAL[1],
         "pad_token": SPECIAL[2],
-        "model_max_length": ARCH["max_position_embeddings"],
+        "model_max_length": COMMON["max_position_embeddings"],
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -145,19 +179,22 @@ def batches(corpus: list[str], encode: Callable[[str], list[int]], size: int, se
         tokens, masks = [], []
         for digits in source.sample(corpus, size):
             prompt = encode(f"sort {digits}=")
-            answer = [*encode(worked_answer(digits, source)), ARCH["eos_token_id"]]
+            answer = [*encode(worked_answer(digits, source)), EOS]
             tokens.append(np.array(prompt + answer, np.int32))
             masks.append(np.array([0.0] * (len(prompt) - 1) + [1.0] * len(answer), np.float32))
         total = sum(mask.sum() for mask in masks)
         yield Sequences(tokens, {"mask": masks, "weight": [mask / total for mask in masks]})
 
 
-def train(work: Path, corpus: list[str], steps: int, batch: int, lr: float, seed: int) -> dict[str, torch.Tensor]:
-    """Supervised training on two ranks; the trained tensors by released name."""
+def train(
+    recipe: str, work: Path, corpus: list[str], steps: int, batch: int, lr: float, seed: int
+) -> dict[str, torch.Tensor]:
+    """Supervised training on two data-parallel ranks; the trained tensors by released name."""
     config = load_config(
-        "dsv4-tiny",
+        recipe,
         [
             f"model.path={work}",
+            "layout.tp=1",
             "layout.pp=1",
             "layout.ep=1",
             "cluster.gpus_per_node=2",
@@ -195,7 +232,10 @@ def train(work: Path, corpus: list[str], steps: int, batch: int, lr: float, seed
 def main() -> None:
     package = Path(__file__).resolve().parent.parent / "moe_rl" / "assets"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", default=package, help="where models/ and data/ go")
+    parser.add_argument(
+        "models", nargs="*", choices=MODELS, default=list(MODELS), help="which to make, all if not said"
+    )
+    parser.add_argument("--out", type=Path, default=package, help="where models/ and data/ go")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -204,19 +244,20 @@ def main() -> None:
     every = problems(a.seed, 42_000)
     validation, prompts, corpus = every[:256], every[256 : 256 + 2048], every[256 + 2048 :]
     write_data(a.out / "data" / "sort", prompts, validation)
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
-        write_tokenizer(work)
-        (work / "config.json").write_text(json.dumps(ARCH, indent=2) + "\n")
-        tensors = train(work, corpus, a.steps, a.batch, a.lr, a.seed)
-        family = get_family("deepseek_v4")
-        table = family.weight_table(family.read_arch(work))
-        target = a.out / "models" / "dsv4-tiny"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():
-            shutil.rmtree(target)
-        save_released(target, tensors.items(), table, ARCH, tokenizer_dir=work, dtype="fp32")
-    print(f"wrote {target}")
+    for name in a.models:
+        with tempfile.TemporaryDirectory() as scratch:
+            work = Path(scratch)
+            write_tokenizer(work)
+            (work / "config.json").write_text(json.dumps(MODELS[name], indent=2) + "\n")
+            tensors = train(name, work, corpus, a.steps, a.batch, a.lr, a.seed)
+            family = get_family(read_facts(work).family)
+            table = family.weight_table(family.read_arch(work))
+            target = a.out / "models" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                shutil.rmtree(target)
+            save_released(target, tensors.items(), table, MODELS[name], tokenizer_dir=work, dtype="fp32")
+        print(f"wrote {target}")
 
 
 if __name__ == "__main__":
