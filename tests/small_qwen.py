@@ -55,7 +55,10 @@ def oracle(config: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     built = AutoConfig.for_model(**config)
-    return AutoModelForCausalLM.from_config(built, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(built, attn_implementation="eager", dtype=torch.float32).eval()
+    if config["model_type"] == "qwen3_moe":
+        model.set_experts_implementation("eager")  # the others want sizes that are multiples of 16 bytes
+    return model
 
 
 def transformers_views(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor]:
