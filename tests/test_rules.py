@@ -137,10 +137,29 @@ def test_virtual_stages_need_a_pipeline(config: Config):
 
 
 def test_a_family_with_tensor_parallelism_needs_heads_that_divide(config: Config):
-    facts = replace(FACTS, supports_tp=True, num_heads=3)
+    facts = replace(FACTS, supports_tp=True, num_heads=3, num_kv_heads=2)
     config.layout.tp = 2
     assert [p.rule for p in check(config, facts)] == ["layout.heads"]
     assert check(config, replace(facts, num_heads=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "facts", "rule"),
+    [
+        ({"tp": 2}, {"num_kv_heads": 1}, "layout.heads"),
+        ({"tp": 2}, {"ffn_size": 7}, "layout.columns"),
+        ({"tp": 2, "etp": 2, "ep": 1}, {"expert_size": 7}, "layout.columns"),
+        ({"tp": 2, "etp": 2, "ep": 1}, {"num_experts": 0}, "layout.experts"),
+        ({"etp": 2, "ep": 1}, {}, "layout.etp"),
+        ({"tp": 2}, {}, None),
+        ({"tp": 2, "etp": 2, "ep": 1}, {}, None),
+    ],
+)
+def test_what_tensor_parallelism_must_divide(config: Config, keys: dict, facts: dict, rule: str | None):
+    for key, size in keys.items():
+        setattr(config.layout, key, size)
+    able = replace(FACTS, supports_tp=True, num_kv_heads=2, ffn_size=8, expert_size=8)
+    assert [p.rule for p in check(config, replace(able, **facts))] == ([rule] if rule else [])
 
 
 def test_a_dense_model_has_no_expert_parallelism(config: Config):

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moe_rl.cli import run
 from moe_rl.config import host
 from moe_rl.models.family import get_family
+from tests import small_qwen
 from tests.small_v4 import model_config
 
 DOC = Path(__file__).parent.parent / "docs" / "wrong_input.md"
@@ -86,6 +87,12 @@ def rewrite_json(name: str, **changes: object) -> Edit:
     return edit
 
 
+def as_qwen(kind: str, **changes: object) -> Edit:
+    """Make the model a Qwen of that kind (its weights stay: what is wrong shows before they are looked at)."""
+    config = small_qwen.model_config(kind, vocab_size=VOCAB, **changes)
+    return write("model/config.json", json.dumps(config))
+
+
 def rewrite_weights(change: Callable[[dict[str, np.ndarray]], object]) -> Edit:
     def edit(work: Path) -> None:
         file = work / "model" / "model.safetensors"
@@ -139,6 +146,20 @@ CASES = [
     Case("ranks do not divide by pp * ep", "layout.ep", "layout.ep=4"),
     Case("ep does not divide the experts", "layout.experts", "layout.ep=3 cluster.gpus_per_node=6"),
     Case("tensor parallelism for a family without it", "layout.tp", "layout.tp=2"),
+    Case(
+        "tp does not divide the key-value heads",
+        "layout.heads",
+        "layout.tp=4 layout.pp=1 layout.ep=1",
+        edit=as_qwen("qwen3"),
+    ),
+    Case(
+        "tp does not divide a feed-forward layer",
+        "layout.columns",
+        "layout.tp=2 layout.ep=1",
+        edit=as_qwen("qwen2", intermediate_size=49),
+    ),
+    Case("etp for a model without experts", "layout.experts", "layout.etp=2 layout.ep=1", edit=as_qwen("qwen2")),
+    Case("etp other than tp on a CPU", "layout.etp", "layout.etp=2 layout.ep=1", edit=as_qwen("qwen3_moe")),
     Case("more stages than layers", "layout.too_many_stages", "layout.pp=8 layout.ep=1 cluster.gpus_per_node=8"),
     Case("virtual stages without a pipeline", "layout.vpp", "layout.pp=1 layout.vpp=2"),
     Case("stages that are not pp * vpp", "layout.segments", "layout.stages=Ettt|t|tL"),
@@ -154,6 +175,7 @@ CASES = [
     Case("config.json that is not JSON", "model.config", edit=write("model/config.json", "{")),
     Case("config.json with text for a size", "model.config", edit=rewrite_json("model/config.json", hidden_size="32")),
     Case("config.json with a factor of zero", "model.config", edit=rewrite_json("model/config.json", rope_theta=0)),
+    Case("a Qwen with a sliding window", "model.config", edit=as_qwen("qwen2", use_sliding_window=True)),
     Case("an end token that is none", "model.special_ids", edit=rewrite_json("model/config.json", eos_token_id=9999)),
     Case("generation_config.json not JSON", "model.config", edit=write("model/generation_config.json", "{")),
     Case("a model type of no known family", "model.family", edit=rewrite_json("model/config.json", model_type="gpt2")),
