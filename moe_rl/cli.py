@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import sys
@@ -116,6 +117,42 @@ def score(
     from moe_rl.trainer.scoring import score as run_scoring
 
     print(f"{out}: log-probs of {run_scoring(config, source, tokens, out)} sequences")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A released or bf16 checkpoint, or a dist-checkpoint of a run.")],
+    target: Annotated[Path, typer.Argument(help="The directory to make.")],
+    to: Annotated[
+        str | None, typer.Option(help="released, bf16 or dist; default: dist, of a dist-checkpoint released.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="Ranks that a dist-checkpoint is written for, as in pp=2,ep=2.")] = "",
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    mtp: Annotated[str, typer.Option(help="keep or drop the layers that predict further tokens.")] = "keep",
+    like: Annotated[
+        Path | None, typer.Option(help="Released checkpoint: unchanged blocks keep its scales, files are cut as there.")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Drop what an unfinished call left.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """A checkpoint in another form: FP8 and MXFP4 as released, bf16, or a dist-checkpoint. A second call goes on."""
+    from moe_rl.config.layout import parse_sizes
+    from moe_rl.models.headers import recognise
+
+    to = to or ("released" if recognise(source) == "dist" else "dist")
+    for name, value, possible in (("--to", to, ("released", "bf16", "dist")), ("--mtp", mtp, ("keep", "drop"))):
+        if value not in possible:
+            raise UserError(
+                "convert.option", f"{name} {value}", f"Possible are {', '.join(possible)}.", "Use one of them."
+            )
+    from moe_rl.convert.job import convert as run_conversion
+    from moe_rl.convert.job import show_progress
+    from moe_rl.convert.plan import Request
+
+    sizes = parse_sizes(layout, ("pp", "ep"))
+    request = Request(source, target, to, mtp=mtp, like=like, **sizes)
+    done = run_conversion(request, workers=workers, restart=restart, tell=show_progress)
+    print(json.dumps(dataclasses.asdict(done), indent=1) if as_json else "\n".join(done.lines()))
 
 
 @app.command()

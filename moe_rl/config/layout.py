@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from moe_rl.errors import UserError
 
@@ -174,3 +175,22 @@ def _share(layers: int, segments: int, first: bool = True) -> list[int]:
     for i in order[: layers % segments]:
         counts[i] += 1
     return counts
+
+
+def parse_sizes(text: str, known: Sequence[str] = ("pp", "ep", "tp", "etp", "vpp")) -> dict[str, Any]:
+    """``pp=32,ep=8,stages=Et*3|...`` as {"pp": 32, "ep": 8, "stages": "Et*3|..."}. Raises UserError on anything else."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        if name == "stages" and value:
+            found[name] = expand(value)
+        elif name in known and value.isdecimal() and int(value) > 0:
+            found[name] = int(value)
+        else:
+            raise UserError(
+                "layout.option",
+                f"--layout {text}: {part!r}",
+                f"Possible are {', '.join(known)} with a number from 1, and stages.",
+                "Write it as in --layout pp=2,ep=2.",
+            )
+    return found

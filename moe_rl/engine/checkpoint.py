@@ -291,10 +291,10 @@ def _set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _description(contents: Sequence[str], parallel: Parallel, arch: Any) -> dict[str, Any]:
-    return {"contents": list(contents), "layout": parallel.describe(), "arch": _arch_values(arch)}
+    return {"contents": list(contents), "layout": parallel.describe(), "arch": arch_values(arch)}
 
 
-def _arch_values(arch: Any) -> dict[str, str]:
+def arch_values(arch: Any) -> dict[str, str]:
     return {f.name: repr(getattr(arch, f.name)) for f in dataclasses.fields(arch)}
 
 
@@ -315,7 +315,7 @@ def _check_description(described: dict[str, Any], contents: Sequence[str], arch:
             "It was saved with fewer contents.",
             f"Load {', '.join(part for part in contents if part not in lacking) or 'another checkpoint'}.",
         )
-    theirs, ours = described["arch"], _arch_values(arch)
+    theirs, ours = described["arch"], arch_values(arch)
     differ = [f"{k} {theirs.get(k)} there, {v} here" for k, v in ours.items() if theirs.get(k) != v]
     if differ:
         raise UserError(

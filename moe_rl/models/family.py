@@ -49,6 +49,10 @@ class Family(ABC):
     def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
         """transformers' model for `path`/config.json with arbitrary weights of that torch dtype, to sample from."""
 
+    def export_config(self, config: dict[str, Any], arch: Any) -> dict[str, Any]:
+        """A parsed config.json in the spelling that vLLM reads, and transformers too."""
+        return config
+
     def check_weights(self, path: str | Path) -> None:
         """Check the weight files in `path` against its config.json by their headers (UserError lists what is wrong).
 
@@ -100,6 +104,11 @@ class _DeepseekV4(Family):
         from moe_rl.models.deepseek_v4.weights import weight_table
 
         return weight_table(arch)
+
+    def export_config(self, config: dict[str, Any], arch: Any) -> dict[str, Any]:
+        from moe_rl.models.deepseek_v4.arch import released_spelling
+
+        return released_spelling(config, arch)
 
     def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
         from moe_rl.models.deepseek_v4.transformers_model import build_transformers_model

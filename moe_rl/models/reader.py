@@ -15,13 +15,13 @@ from moe_rl.models.weights import BY_SAFETENSORS_NAME, Entry, torch_dtype
 from moe_rl.models.wire import BYTES, E8M0, FP8, FP8_BLOCK, Wire, scale_name
 
 STEP_BYTES = 16 << 20  # of decoded values in hand at a time
-_DTYPES = {n: torch_dtype(d.name) for n, d in BY_SAFETENSORS_NAME.items()} | {
+DTYPES = {n: torch_dtype(d.name) for n, d in BY_SAFETENSORS_NAME.items()} | {
     FP8: torch.float8_e4m3fn,
     E8M0: torch.float8_e8m0fnu,
     BYTES[0]: torch.int8,
     BYTES[1]: torch.uint8,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OPEN_FILES = 16
 
 
@@ -52,7 +52,7 @@ class Reader:
             UserError: the file ends before them.
         """
         place = self.stored[name]
-        dtype = _DTYPES[place.dtype]
+        dtype = DTYPES[place.dtype]
         shape = list(place.shape)
         row = dtype.itemsize
         for n in shape[1:]:
@@ -99,13 +99,13 @@ class Reader:
         except UserError as error:
             files = sorted({self.stored[name].file, self.stored[scale_name(name)].file})
             raise broken(self.root, [f"{error.what} ({', '.join(files)}): {error.why}"]) from None
-        if weight.is_floating_point() and not _all_finite(weight):
+        if weight.is_floating_point() and not all_finite(weight):
             at = (~torch.isfinite(weight)).nonzero()[0].tolist()
             raise broken(self.root, [f"{name} ({self.stored[name].file}) is not finite at {[start + at[0], *at[1:]]}"])
         return weight
 
 
-def _all_finite(values: torch.Tensor) -> bool:
+def all_finite(values: torch.Tensor) -> bool:
     if not values.numel():
         return True
     # The extremes are NaN where one value is.

@@ -87,13 +87,13 @@ class Wire:
                 scale = stored.get(scale_name(entry.name))
                 if dtype == FP8 and scale is not None:
                     scales[scale.dtype] += 1
-        scale = max((s for s in scales if s in SCALES), key=scales.__getitem__, default=E8M0)
+        commonest = max((s for s in scales if s in SCALES), key=scales.__getitem__, default=E8M0)
         packed = max((b for b in BYTES if seen["mxfp4"][b]), key=seen["mxfp4"].__getitem__, default="I8")
         forms = {}
         for quant, dtypes in seen.items():
             fp8, mxfp4 = dtypes[FP8], sum(dtypes[b] for b in BYTES)
             forms[quant] = "" if not fp8 + mxfp4 else "fp8" if fp8 >= mxfp4 else "mxfp4"
-        return cls(forms["fp8"], forms["mxfp4"], scale, packed)
+        return cls(forms["fp8"], forms["mxfp4"], commonest, packed)
 
     @classmethod
     def released(cls, config: Mapping[str, Any]) -> Wire:
@@ -143,8 +143,8 @@ def mismatches(table: WeightTable, stored: Mapping[str, Placed], wire: Wire) -> 
         if not name.startswith(table.ignored):
             owner = name.removesuffix("scale") + "weight"
             why = f", which {'is not there' if owner not in stored else 'is not quantised'}" if owner != name else ""
-            beside = f", the scale of {owner}{why}" if name.endswith(".scale") and owner in taken else ""
-            yield "not a tensor of this model", f"{name} ({stored[name].file}{beside})"
+            scale_of = f", the scale of {owner}{why}" if name.endswith(".scale") and owner in taken else ""
+            yield "not a tensor of this model", f"{name} ({stored[name].file}{scale_of})"
 
 
 def _fits(found: str, wanted: str, quantised: bool) -> bool:

@@ -168,6 +168,20 @@ class DeepseekV4Arch:
             raise _bad("; ".join(problems), "the sizes of the model contradict each other")
 
 
+def released_spelling(config: Mapping[str, Any], arch: DeepseekV4Arch) -> dict[str, Any]:
+    """A parsed `config.json` as the released checkpoints spell it, where their spelling says it all.
+
+    vLLM refuses `mlp_layer_types`, knows layers by `compress_ratios` and `num_hash_layers`, and without `topk_method` makes
+    no correction bias.
+    """
+    hashed = len(arch.hash_layers)
+    if not set(arch.compress_ratios) <= {0, 4, 128} or arch.hash_layers != tuple(range(hashed)):
+        return dict(config)
+    known = {k: v for k, v in config.items() if k not in ("layer_types", "mlp_layer_types", "compress_rates")}
+    ratios = known.get("compress_ratios") or list(arch.compress_ratios)
+    return known | {"compress_ratios": ratios, "num_hash_layers": hashed, "topk_method": "noaux_tc"}
+
+
 def _bad(what: str, why: str) -> UserError:
     return UserError("model.config", f"config.json: {what}", why, "use the config.json that came with the weights")
 

@@ -26,8 +26,7 @@ def _under(released: str, module: str, *rows: tuple[str, ...], quant: str = "") 
             _LAYER[1] + module + trainer,
             _LAYER[2] + module + (trainer if transformers == "=" else transformers),
             *rest,
-            quant=quant,
-        )
+        )._replace(quant=quant)
         for theirs, trainer, transformers, *rest in rows
     )
 

@@ -1,0 +1,1 @@
+"""`moe-rl convert`: a checkpoint from one form into another, streamed."""

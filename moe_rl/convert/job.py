@@ -1,0 +1,370 @@
+"""A conversion from start to end: processes, progress, what is kept for a second call, and the rename at the end.
+
+Beside the target stands `.NAME.converting/` while the work is going on: `job.json` (what was asked of which source), `done/`
+(a record of each finished file, with its SHA-256) and `out/`, which takes the target's name once it is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_rl.convert.plan import CARRIED, Plan, Request, Unit, carried_pieces, make_plan
+from moe_rl.convert.work import Done, Worker, run_in_process, start_process
+from moe_rl.errors import RunFailed, UserError
+from moe_rl.models.family import get_family, read_config
+from moe_rl.models.headers import DIST_DIGESTS, INDEX
+from moe_rl.models.load import TOKENIZER_FILES, copy_files
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did; `seconds` and `read_bytes` of this call, the rest of the whole target."""
+
+    target: str
+    form: str
+    files: int
+    reused: int
+    tensors: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+    blocks: int
+    blocks_kept: int
+    mtp_kept: tuple[str, ...]
+    mtp_dropped: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        speed = (self.read_bytes + self.written_bytes) / _GB / max(self.seconds, 1e-9)
+        lines = [
+            f"{self.target}: {self.form}, {self.tensors} tensors, {self.written_bytes / _GB:.2f} GB in {self.files} files"
+            + (f", {self.reused} of them from the call before" if self.reused else ""),
+            f"read {self.read_bytes / _GB:.2f} GB and wrote it in {self.seconds:.1f} s: {speed:.2f} GB/s both ways together",
+        ]
+        if self.blocks:
+            lines.append(f"quantised blocks: {self.blocks}, {self.blocks_kept} under their released scale")
+        for word, names in (("kept", self.mtp_kept), ("dropped", self.mtp_dropped)):
+            if names:
+                lines.append(f"prediction layers {word}: {len(names)} tensors")
+                patterns = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in names)
+                lines += [f"  {name}" + (f" ({n})" if n > 1 else "") for name, n in patterns.items()]
+        return lines
+
+
+def convert(
+    request: Request, *, workers: int = 1, restart: bool = False, tell: Callable[[str], None] | None = None
+) -> Report:
+    """Convert a checkpoint; `tell` is given a line of progress from time to time.
+
+    Memory: a process holds some 16 MiB of values and what their encoding takes, and up to two parameters of at most 256
+    MiB; the first process the list of all tensors.
+
+    Raises:
+        UserError: the target exists, the source is broken, what is asked for is not possible, or another conversion to the
+            same target was left unfinished.
+        RunFailed: the disk is full, or a process died. What is finished is kept for a second call.
+    """
+    started = time.perf_counter()
+    source, target = request.source.absolute(), request.target.absolute()
+    if target.exists():
+        raise UserError("convert.target", f"{target} exists", "Nothing is overwritten.", "Name a new directory.")
+    if not target.parent.is_dir():
+        raise UserError("convert.target", f"{target.parent} does not exist", "", "Make it, or name another target.")
+    plan = make_plan(request)
+    work = target.parent / f".{target.name}.converting"
+    with _held(work):
+        reused = _take_over(work, request, restart)
+        out = work / "out"
+        out.mkdir(exist_ok=True)
+        done = {n: d for n, unit in enumerate(plan.units) if (d := reused(n, unit))}
+        again = len(done)
+        _check_disk(plan, done, work)
+        for number, result in _run(
+            plan, set(range(len(plan.units))) - done.keys(), out, work, workers, tell or _silent
+        ):
+            _record(work, number, result)
+            done[number] = result
+        ordered = [done[n] for n in range(len(plan.units))]
+        _finish(plan, out, ordered)
+        os.rename(out, target)
+        _sync(target.parent)
+    shutil.rmtree(work, ignore_errors=True)
+    report_bytes = sum(f.stat().st_size for f in source.iterdir() if f.suffix in (".safetensors", ".distcp"))
+    return Report(
+        str(target),
+        request.to,
+        len(ordered),
+        again,
+        sum(len(u.tensors.pieces) if u.tensors else len(u.chunks) for u in plan.units),
+        report_bytes,
+        sum(d.nbytes for d in ordered),
+        time.perf_counter() - started,
+        sum(d.blocks for d in ordered),
+        sum(d.kept for d in ordered),
+        tuple(entry.name for entry in plan.extras),
+        plan.dropped,
+    )
+
+
+def _silent(line: str) -> None: ...
+
+
+# ------------------------------------------------------------------------------------------------------ work directory
+@contextmanager
+def _held(work: Path) -> Iterator[None]:
+    """The work directory, kept from other processes until this one ends."""
+    work.mkdir(exist_ok=True)
+    with (work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "convert.busy", f"another process is writing {work}", "", "Wait for it, or name another target."
+            ) from None
+        yield
+
+
+def _take_over(work: Path, request: Request, restart: bool) -> Callable[[int, Unit], Done | None]:
+    """What finds the records of a call before this one; none are believed if they are of something else.
+
+    Raises:
+        UserError: the call before had other arguments or another source.
+    """
+    job: dict[str, dict[str, Any]] = {"request": {k: str(v) for k, v in asdict(request).items() if k != "target"}}
+    job["source"] = {}
+    for root in filter(None, (request.source, request.like)):
+        for file in sorted(p for p in root.rglob("*") if p.is_file()):
+            stat = file.stat()
+            job["source"][str(file.absolute())] = [stat.st_size, stat.st_mtime_ns]
+    file, done = work / "job.json", work / "done"
+    try:
+        before = json.loads(file.read_text()) if file.is_file() and not restart else None
+    except ValueError:
+        before = None
+    if before is not None and before != job:
+        parts = [
+            f"{name}: {before.get(part, {}).get(name)} before, {job[part].get(name)} now"
+            for part in ("request", "source")
+            for name in sorted(before.get(part, {}).keys() | job[part].keys())
+            if before.get(part, {}).get(name) != job[part].get(name)
+        ]
+        raise UserError(
+            "convert.other",
+            f"{work} holds an unfinished conversion of something else: {'; '.join(parts[:4])}",
+            "Its files do not belong to what is asked for now.",
+            "Repeat the first call to finish it, or add --restart to drop it.",
+        )
+    if before is None:
+        shutil.rmtree(done, ignore_errors=True)
+        shutil.rmtree(work / "out", ignore_errors=True)
+        _write(file, json.dumps(job, indent=1).encode())
+    done.mkdir(exist_ok=True)
+
+    def find(number: int, unit: Unit) -> Done | None:
+        from moe_rl.engine.shards import sha256
+
+        record = done / f"{number:06d}"
+        if not record.is_file():
+            return None
+        found: Done = pickle.loads(record.read_bytes())
+        path = work / "out" / unit.file
+        whole = found.file == unit.file and path.is_file() and path.stat().st_size == found.nbytes
+        return found if whole and sha256(path) == found.sha256 else None
+
+    return find
+
+
+def _record(work: Path, number: int, done: Done) -> None:
+    _write(work / "done" / f"{number:06d}", pickle.dumps(done))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, and on disk."""
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_disk(plan: Plan, done: dict[int, Done], work: Path) -> None:
+    needed = sum(unit.nbytes for n, unit in enumerate(plan.units) if n not in done)
+    free = shutil.disk_usage(work).free
+    if needed > free:
+        raise UserError(
+            "convert.disk",
+            f"{needed / _GB:.1f} GB are to be written, {free / _GB:.1f} GB are free in {work.parent}",
+            "",
+            "Free space, or name a target elsewhere.",
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+def _run(
+    plan: Plan, numbers: set[int], out: Path, work: Path, workers: int, tell: Callable[[str], None]
+) -> Iterator[tuple[int, Done]]:
+    """(number, result) of each unit, as they are finished; the largest are begun first."""
+    order = sorted(numbers, key=lambda n: (-plan.units[n].nbytes, n))
+    progress = _Progress(sum(plan.units[n].nbytes for n in order), tell)
+    try:
+        if workers <= 1:
+            yield from _run_here(plan, order, out, progress)
+        else:
+            yield from _run_there(plan, order, out, work, min(workers, len(order)), progress)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RunFailed(
+            "convert.disk", f"no space left for {out}", "", "Free space and call again: finished files are kept."
+        ) from error
+
+
+def _run_here(plan: Plan, order: list[int], out: Path, progress: _Progress) -> Iterator[tuple[int, Done]]:
+    if not order:
+        return
+    worker = Worker(plan, out, progress.add)
+    for number in order:
+        yield number, worker.run(plan.units[number])
+
+
+def _run_there(
+    plan: Plan, order: list[int], out: Path, work: Path, workers: int, progress: _Progress
+) -> Iterator[tuple[int, Done]]:
+    if not order:
+        return
+    file = work / "plan.pickle"
+    file.write_bytes(pickle.dumps(plan))
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    with ProcessPoolExecutor(workers, context, start_process, (file, out, counter)) as pool:
+        waiting = {pool.submit(run_in_process, number): number for number in order}
+        try:
+            while waiting:
+                finished, _ = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+                progress.set(counter.value)
+                for future in finished:
+                    yield waiting.pop(future), future.result()
+        except BrokenProcessPool as error:
+            raise RunFailed(
+                "convert.worker",
+                "a process of the conversion died",
+                "It was killed, perhaps for want of memory.",
+                "Call again, with fewer --workers: finished files are kept.",
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Progress:
+    """Tells of bytes written, at most twice a second."""
+
+    def __init__(self, total: int, tell: Callable[[str], None]) -> None:
+        self._total, self._tell, self._done = total, tell, 0
+        self._start = self._last = time.perf_counter()
+
+    def add(self, nbytes: int) -> None:
+        self.set(self._done + nbytes)
+
+    def set(self, done: int) -> None:
+        self._done, now = done, time.perf_counter()
+        if now - self._last < 0.5:
+            return
+        self._last = now
+        speed = done / (now - self._start)
+        left = f", {(self._total - done) / speed:.0f} s left" if speed else ""
+        self._tell(f"{done / _GB:.2f} of {self._total / _GB:.2f} GB written, {speed / _GB:.2f} GB/s{left}")
+
+
+def show_progress(line: str) -> None:
+    """A line on stderr that replaces the one before on a terminal."""
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"{line:<70}", end=end, file=sys.stderr, flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- finish
+def _finish(plan: Plan, out: Path, done: list[Done]) -> None:
+    """What belongs beside the weights: index and configuration, tokenizer; the index of a dist-checkpoint, its digests."""
+    request = plan.request
+    copy_files(TOKENIZER_FILES, request.source, out)
+    if request.to == "dist":
+        copy_files(("config.json",), request.source, out)
+        _finish_dist(plan, out, done)
+    else:
+        tensors = [unit.tensors for unit in plan.units if unit.tensors]
+        weight_map = {piece.name: file.file for file in tensors for piece in file.pieces}
+        index = {
+            "metadata": {"total_size": sum(f.nbytes for f in tensors)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        _write(out / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        _write(out / "config.json", (json.dumps(_config(plan), indent=2) + "\n").encode())
+    for file in (p for p in out.rglob("*") if p.is_file()):
+        _sync(file)
+    _sync(out)
+
+
+def _config(plan: Plan) -> dict[str, Any]:
+    """config.json as vLLM and transformers read it: the source's, with what the files hold."""
+    request = plan.request
+    config = read_config(request.source)
+    family = get_family(plan.family)
+    config = family.export_config(config, family.read_arch(request.source))
+    quantised = {k: v for k, v in config.items() if k in ("quantization_config", "expert_dtype")}
+    config = {k: v for k, v in config.items() if k not in quantised}
+    if request.to == "released" and plan.out.quantised:
+        theirs = read_config(request.like) if request.like else quantised
+        form = plan.out.config()
+        kept = {k: theirs[k] for k in form if k in theirs}
+        config |= kept if len(kept) == len(form) and kept["expert_dtype"] == form["expert_dtype"] else form
+    if config.get("num_nextn_predict_layers") and not plan.extras:
+        config["num_nextn_predict_layers"] = 0
+    return config | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+
+
+def _finish_dist(plan: Plan, out: Path, done: list[Done]) -> None:
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from moe_rl.convert.dist import make_metadata
+    from moe_rl.engine.shards import files, sha256
+
+    chunks = [chunk for unit in plan.units for chunk in unit.chunks]
+    items = [item for unit in plan.units for item in unit.items]
+    FileSystemWriter(out).finish(make_metadata(chunks, items), [d.results for d in done if d.results])
+    save_config(CheckpointingConfig("torch_dist", 1), str(out))
+    if carried_pieces(plan, plan.table()):
+        layout = {n: [s.file, s.dtype, list(s.shape), s.offset] for n, s in plan.origin_stored.items()}
+        before = plan.origin / "layout.json" if plan.origin and plan.origin.name == CARRIED else None
+        text = before.read_bytes() if before else json.dumps(layout).encode()
+        _write(out / CARRIED / "layout.json", text)
+    digests = {d.file: d.sha256 for d in done}
+    digests |= {name: sha256(out / name) for name in files(out) if name not in digests}
+    _write(out / DIST_DIGESTS, json.dumps(dict(sorted(digests.items())), indent=1).encode())

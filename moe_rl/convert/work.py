@@ -1,0 +1,208 @@
+"""One file of a conversion, written by one process: values from the source, encoded for the target, rows at a time."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_rl.convert import keep
+from moe_rl.convert.dist import DistValues, write_file
+from moe_rl.convert.plan import AS_STORED, Plan, Unit
+from moe_rl.convert.slots import Slot
+from moe_rl.convert.tensors import ShardFile
+from moe_rl.models import codec
+from moe_rl.models.headers import broken
+from moe_rl.models.load import check_experts
+from moe_rl.models.reader import DTYPES, Reader, all_finite, row_steps
+from moe_rl.models.weights import Entry, torch_dtype
+from moe_rl.models.wire import E8M0, FP8_BLOCK, scale_name
+
+
+@dataclass
+class Done:
+    """What became of a unit: `blocks` are quantised blocks, `kept` those under their released scale."""
+
+    file: str
+    nbytes: int
+    sha256: str
+    results: list[Any]
+    kept: int = 0
+    blocks: int = 0
+
+
+class Worker:
+    """Writes units of a plan into a directory; `progress(bytes)` is told as they are written."""
+
+    def __init__(self, plan: Plan, root: Path, progress: Callable[[int], None]) -> None:
+        self.plan, self.root, self.progress = plan, root, progress
+        self.table = plan.table()
+        self._entries = {entry.name: entry for entry in (*self.table.entries, *plan.extras)}
+        self._extras = {entry.name for entry in plan.extras}
+        self._reader = Reader(plan.request.source, plan.stored)
+        self._origin = Reader(plan.origin, plan.origin_stored) if plan.origin else None
+        self._values = DistValues(plan.request.source, plan.slots) if plan.source_kind == "dist" else None
+        self._dtype = torch_dtype(plan.dtype)
+        self._kept = self._blocks = 0
+
+    def run(self, unit: Unit) -> Done:
+        """Write one unit and force it to disk.
+
+        Raises:
+            UserError: the source is not what it should be; tensor and file are named. OSError: the disk.
+        """
+        self._kept = self._blocks = 0
+        path = self.root / unit.file
+        path.parent.mkdir(exist_ok=True)
+        results: list[Any] = []
+        if unit.tensors is None:
+            results, digest = write_file(self.root, unit.file, unit.chunks, unit.items, self._fill, self.progress)
+        else:
+            self._write_tensors(unit)
+            from moe_rl.engine.shards import sha256
+
+            digest = sha256(path)
+        return Done(unit.file, path.stat().st_size, digest, results, self._kept, self._blocks)
+
+    # ---------------------------------------------------------------------------------------------------------- values
+    def _rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
+        """Rows of an entry's values: quantised ones decoded to the plan's dtype, all finite, experts in range."""
+        request, name = self.plan.request, entry.name
+        if name in self._extras:
+            assert self._origin is not None
+            return self._origin.decoded(entry, AS_STORED, start, stop, self._dtype)
+        if self._values is None:
+            value = self._reader.decoded(entry, self.plan.wire, start, stop, self._dtype)
+            file = self.plan.stored[name].file
+        else:
+            value, file = self._values.rows(name, start, stop), "dist-checkpoint"
+            if value.is_floating_point() and not all_finite(value):
+                raise broken(request.source, [f"{name} is not finite"])
+        if not value.is_floating_point() and value.numel():
+            check_experts(value, name, file, self.table.experts, request.source)
+        return value
+
+    def _fill(self, slot: Slot, start: int, stop: int) -> torch.Tensor:
+        """A slot's value for a dist-checkpoint (rows of it where it goes by rows)."""
+        if slot.by_rows:
+            entry = self._entries[slot.blocks[0].name]
+            return torch.cat(
+                [self._rows(entry, a, b)[max(0, start - a) :] for a, b in row_steps(entry, start, stop)]
+            ).to(slot.dtype)
+        parameter = torch.empty(slot.shape, dtype=slot.dtype)
+        for name in dict.fromkeys(block.name for block in slot.blocks):
+            blocks = [b for b in slot.blocks if b.name == name]
+            entry = self._entries[name]
+            for start, stop in row_steps(entry):
+                value = self._rows(entry, start, stop)
+                for block in blocks:
+                    first = block.start[0] if block.start else 0
+                    view = block.place.view(parameter)
+                    if not block.start:
+                        view.copy_(value)
+                        continue
+                    low, high = max(first, start), min(first + view.shape[0], stop)
+                    if low < high:
+                        rest = block.inside[1:]
+                        view[low - first : high - first].copy_(value[(slice(low - start, high - start), *rest)])
+        return parameter
+
+    # --------------------------------------------------------------------------------------------------------- tensors
+    def _write_tensors(self, unit: Unit) -> None:
+        assert unit.tensors is not None
+        file = ShardFile(self.root, unit.tensors)
+        try:
+            if self.plan.request.to == "dist":
+                self._carry(file, unit)
+                return
+            owners = {piece.name: self._owner(piece.name) for piece in unit.tensors.pieces}
+            dtypes = {piece.name: DTYPES[piece.dtype] for piece in unit.tensors.pieces}
+            for entry in dict.fromkeys(owners.values()):
+                for start, stop in row_steps(entry):
+                    for name, row, value in self._encoded(entry, start, stop):
+                        if name in file:
+                            self.progress(file.put(name, row, value.to(dtypes[name])))
+        finally:
+            file.close()
+
+    def _carry(self, file: ShardFile, unit: Unit) -> None:
+        """Copy released scales and passed-over tensors as they are."""
+        assert unit.tensors is not None and self._origin is not None
+        for piece in unit.tensors.pieces:
+            self.progress(file.put(piece.name, 0, self._origin.rows(piece.name)))
+
+    def _owner(self, piece: str) -> Entry:
+        """The entry that a tensor on disk belongs to."""
+        return self._entries.get(piece) or self._entries[piece.removesuffix("scale") + "weight"]
+
+    def _encoded(self, entry: Entry, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(tensor on disk, its first row, rows) for rows of an entry."""
+        plan, name = self.plan, entry.name
+        extra = name in self._extras
+        kind = (AS_STORED if extra else plan.out).kind(entry) if plan.request.to == "released" else ""
+        values = self._rows(entry, start, stop)
+        if not kind:
+            yield name, start, values
+            return
+        scale = scale_name(name)
+        at, end = (start // FP8_BLOCK, -(-stop // FP8_BLOCK)) if kind == "fp8" else (start, stop)
+        same = self._origin if extra else self._reader if plan.source_kind == "safetensors" else None
+        if same is not None and (extra or plan.wire == plan.out):
+            yield name, start, same.rows(name, start, stop)
+            yield scale, at, same.rows(scale, at, end)
+            return
+        released = self._released(entry, scale, at, end)
+        if kind == "fp8":
+            form = "e8m0" if plan.out.scale == E8M0 else "fp32"
+            codes, scales = codec.fp8_encode(values, scale_dtype=form, name=name)
+            self._count(keep.keep_fp8(values, codes, scales, released) if released is not None else (0, scales.numel()))
+        else:
+            codes, scales = codec.mxfp4_encode(values, name=name)
+            decode = codec.mxfp4_decode
+            self._count(
+                keep.keep_mxfp4(values, codes, scales, released, decode)
+                if released is not None
+                else (0, scales.numel())
+            )
+            codes, scales = codes.view(DTYPES[plan.out.packed]), scales.view(torch.float8_e8m0fnu)
+        yield name, start, codes
+        yield scale, at, scales
+
+    def _released(self, entry: Entry, scale: str, start: int, stop: int) -> torch.Tensor | None:
+        """The scales that a released checkpoint has for these rows, if one is known."""
+        if self._origin is None or scale not in self._origin.stored:
+            return None
+        place, (_, wanted) = self._origin.stored[scale], self.plan.out.pieces(entry)
+        if (place.dtype, place.shape) != (wanted.dtype, wanted.shape):
+            return None
+        return self._origin.rows(scale, start, stop)
+
+    def _count(self, found: tuple[int, int]) -> None:
+        self._kept += found[0]
+        self._blocks += found[1]
+
+
+_worker: Worker | None = None
+
+
+def start_process(plan_file: Path, root: Path, counter: Any) -> None:
+    """In a process of a pool: read the plan and stand ready."""
+    global _worker
+    torch.set_num_threads(1)
+    plan: Plan = pickle.loads(plan_file.read_bytes())
+
+    def progress(nbytes: int) -> None:
+        with counter.get_lock():
+            counter.value += nbytes
+
+    _worker = Worker(plan, root, progress)
+
+
+def run_in_process(number: int) -> Done:
+    """In a process of a pool: write one unit."""
+    assert _worker is not None
+    return _worker.run(_worker.plan.units[number])
