@@ -225,7 +225,7 @@ def train(
         tensors = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in owned}
         for packet in packets:
             for item, value in unpack(packet):
-                tensors[item.name][item.box.index] = value
+                tensors[item.name][item.box.slices] = value
         return tensors
 
 

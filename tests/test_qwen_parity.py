@@ -66,7 +66,7 @@ def make_pair(config: dict[str, Any], seed: int, **build: Any) -> Pair:
         randomise(views, seed)
         for name, parts in pair.parts.items():
             for part in parts:
-                part.view.copy_(views[name][part.index])
+                part.view.copy_(views[name][part.slices])
     return pair
 
 
@@ -104,7 +104,7 @@ def gradient_deviation(pair: Pair, lengths: Sequence[int], seed: int, floor: flo
     whole = torch.cat([v.flatten() for v in views.values()]).norm()
     worst = 0.0
     for name, parts in pair.parts.items():
-        gap = torch.stack([(part.view - views[name][part.index]).norm() for part in parts]).norm()
+        gap = torch.stack([(part.view - views[name][part.slices]).norm() for part in parts]).norm()
         worst = max(worst, float(gap / torch.maximum(views[name].norm(), floor * whole)))
     return worst
 

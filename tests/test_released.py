@@ -63,7 +63,7 @@ def test_a_block_is_read_out_of_the_middle(released: Path, name: str):
     ]
     load_released(released, {name: parts}, TABLE)
     for part in parts:
-        assert torch.equal(part.view, whole[part.index])
+        assert torch.equal(part.view, whole[part.slices])
 
 
 def test_what_a_directory_holds_is_told_by_its_content(released: Path, tmp_path: Path):

@@ -476,7 +476,7 @@ def test_blocks_of_one_cut_arrive_in_the_blocks_of_another(data):
         ours, theirs = data.draw(st.sampled_from((0, 1))), data.draw(st.sampled_from((0, 1)))
         for i, (start, extent) in enumerate(_cuts(tensor.shape, ours, source)):
             for copy in range(copies):
-                view = tensor[Box(name, start, extent).index]
+                view = tensor[Box(name, start, extent).slices]
                 ranks[copy * source + i][name] = [Part(view, start, tuple(tensor.shape))]
         for receiver, (start, extent) in zip(live, _cuts(tensor.shape, theirs, target), strict=True):
             receiver[name] = [Part(torch.full(extent, torch.nan), start, tuple(tensor.shape))]
@@ -495,7 +495,7 @@ def test_blocks_of_one_cut_arrive_in_the_blocks_of_another(data):
     for name, tensor in whole.items():
         for parts in live:
             part = parts[name][0]
-            assert torch.equal(part.view, tensor[part.index])
+            assert torch.equal(part.view, tensor[part.slices])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -503,9 +503,9 @@ def test_shares_of_blocks_add_up_to_the_digest(dtype):
     tensor = (1000 * torch.randn(300, 700, generator=torch.Generator().manual_seed(2))).to(dtype)
     for axis, count in ((0, 3), (1, 4)):
         boxes = [Box("t", *cut) for cut in _cuts(tensor.shape, axis, count)]
-        sums = block_sums([Part(tensor[box.index], box.start, tuple(tensor.shape)) for box in boxes])
+        sums = block_sums([Part(tensor[box.slices], box.start, tuple(tensor.shape)) for box in boxes])
         assert whole_digest(str(tensor.dtype).removeprefix("torch."), tensor.shape, sums) == digest(tensor)
-        moved = block_sums([Part(tensor[box.index], (0, 0), tuple(tensor.shape)) for box in boxes])
+        moved = block_sums([Part(tensor[box.slices], (0, 0), tuple(tensor.shape)) for box in boxes])
         assert moved[0] == sums[0] and moved[1] != sums[1]
 
 

@@ -14,6 +14,7 @@ from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.transformers_model import build_transformers_model, transformers_config
 from moe_rl.models.deepseek_v4.weights import transformers_views, weight_table
+from moe_rl.models.weights import whole_parts
 from moe_rl.reshard.transport import pack
 from moe_rl.rollout.engine import Request, sample_seed
 from moe_rl.rollout.sampling import gumbel_noise, sample
@@ -38,8 +39,13 @@ WEIGHTS = make_weights()
 
 
 def push(engine, weights=WEIGHTS, version=0):
-    dtypes = {h.name: h.dtype for h in engine.holdings(0)}
-    engine.receive(pack(weights, list(weights), dtypes, version=version, source=0, limit=20_000), version, weights)
+    engine.receive(packets(engine, weights, weights, version), version, weights)
+
+
+def packets(engine, weights, names, version):
+    parts, dtypes = whole_parts(weights), {h.name: h.dtype for h in engine.holdings(0)}
+    boxes = [parts[name][0].box(name) for name in names]
+    return pack(parts, boxes, dtypes, version=version, source=0, limit=20_000)
 
 
 @pytest.fixture(scope="module")
@@ -235,10 +241,9 @@ def test_a_failed_update_shuts_the_engine_until_the_next_whole_one(path):
     engine = TransformersEngine(path)
     push(engine, version=3)
     assert engine.weight_version == 3
-    dtypes = {h.name: h.dtype for h in engine.holdings(0)}
     names = [n for n in WEIGHTS if n != "layers.2.ffn.experts.5.w2.weight"]
     with pytest.raises(RunFailed, match=r"1 tensors never arrived: layers.2.ffn.experts.5.w2.weight"):
-        engine.receive(pack(WEIGHTS, names, dtypes, version=4, source=0), 4, WEIGHTS)
+        engine.receive(packets(engine, WEIGHTS, names, 4), 4, WEIGHTS)
     with pytest.raises(RunFailed, match="no weights"):
         engine.generate(make_requests())
     push(engine, version=4)

@@ -82,7 +82,7 @@ def load_released(path: str | Path, parts: Parts, table: WeightTable) -> None:
                 for (first, last), block in zip(spans, blocks, strict=True):
                     low, high = max(first, start), min(last, stop)
                     if low < high:
-                        rest = block.index[1:]
+                        rest = block.slices[1:]
                         block.view[low - first : high - first].copy_(value[(slice(low - start, high - start), *rest)])
 
 

@@ -82,7 +82,7 @@ class Box(NamedTuple):
         return math.prod(self.extent)
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         """Where the block lies in the whole tensor."""
         return tuple(slice(first, first + size) for first, size in zip(self.start, self.extent, strict=True))
 
@@ -106,9 +106,9 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         """Where the block lies in the whole tensor."""
-        return self.box("").index
+        return self.box("").slices
 
     def box(self, name: str) -> Box:
         """The block without its values; `name` is the tensor's."""

@@ -107,4 +107,4 @@ def init_weights(model: QwenModel, seed: int) -> None:
         if whole.dim() > 1:
             whole = torch.randn(whole.shape, generator=named_generator(seed, name)) * model.arch.initializer_range
         for part in parts:
-            part.view.copy_(whole[part.index])
+            part.view.copy_(whole[part.slices])
