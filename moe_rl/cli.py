@@ -156,6 +156,45 @@ def convert(
 
 
 @app.command()
+def audit(
+    source: Annotated[str, typer.Argument(metavar="RECIPE|DIR", help="A recipe, or a checkpoint of any form.")],
+    overrides: Overrides = None,
+    hw: Hardware = None,
+    file: Files = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="Layout to build and prove, as in pp=32,ep=8; may be repeated.")
+    ] = None,
+    digests: Annotated[bool, typer.Option("--digests", help="Read every value: SHA-256 of each tensor.")] = False,
+    every: Annotated[bool, typer.Option("--list", help="List every tensor on disk.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Account for every tensor of a checkpoint, and for every rank of a layout, without building one."""
+    from moe_rl.audit import audit as run_audit
+    from moe_rl.config.layout import parse_sizes
+
+    family, path = "auto", Path(source)
+    layouts = [parse_sizes(text) for text in layout or ()]
+    if not (path / "config.json").is_file():
+        config = load_config(source, overrides or (), hw=hw, files=file or ())
+        family, path = config.model.family, Path(config.model.path)
+        own = {name: getattr(config.layout, name) for name in ("pp", "ep", "tp", "etp", "vpp", "stages")}
+        layouts = layouts or [own | {"pin_hash_layers": config.layout.pin_hash_layers}]
+    found = run_audit(path, family, layouts or [{}], digests=digests)
+    print(
+        json.dumps(found.as_dict(with_tensors=every), indent=1)
+        if as_json
+        else "\n".join(found.lines(with_tensors=every))
+    )
+    if found.problems:
+        raise UserError(
+            "audit.problems",
+            f"{path} is not accounted for:\n    " + "\n    ".join(found.problems),
+            "Each tensor of the source belongs to one place of the model, and each place is held once.",
+            "Fetch what is named here again, or use the config.json that belongs to it.",
+        )
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
     """Write report.html and its curves into a run directory."""
     if not (run_dir / "metrics.jsonl").is_file():

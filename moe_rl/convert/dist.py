@@ -8,10 +8,13 @@ rows can be read out of the middle.
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import os
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_rl.convert.slots import Item, Slot, Stored
-from moe_rl.models.headers import broken
+from moe_rl.models.headers import DIST_DIGESTS, broken
 
 STEP = 64 << 20  # bytes of a large parameter in one stored chunk
 _HELD = 2  # parameters kept in memory: a gated pair and its partner are read in turns
@@ -92,6 +95,21 @@ class DistReader:
                 self.root, [f"{key}: {out.numel() - filled} of {out.numel()} values at {list(offset)} are missing"]
             )
         return out
+
+    def covered(self, key: str) -> tuple[int, bool]:
+        """How many values of a key are stored, and whether two of its chunks that begin in one row overlap."""
+        count, twice = 0, False
+        for chunks in self._chunks[key].values():
+            count += sum(torch.Size(chunk.shape).numel() for chunk in chunks)
+            twice |= any(
+                all(a < b + m and b < a + n for a, n, b, m in zip(x.offset, x.shape, y.offset, y.shape, strict=True))
+                for x, y in itertools.combinations(chunks, 2)
+            )
+        return count, twice
+
+    def files(self, key: str) -> list[str]:
+        """The files that a key's chunks are in."""
+        return sorted({chunk.info.relative_path for chunks in self._chunks[key].values() for chunk in chunks})
 
     def _candidates(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Iterator[_Chunk]:
         chunks = self._chunks[key]
@@ -208,6 +226,16 @@ class DistValues:
             self._held[slot.name] = parameter
         self._held.move_to_end(slot.name)
         return self._held[slot.name]
+
+
+def changed_files(root: Path, workers: int = 1) -> list[str]:
+    """The files of a dist-checkpoint that are not those whose SHA-256 was recorded."""
+    from moe_rl.engine.shards import sha256
+
+    recorded = json.loads((root / DIST_DIGESTS).read_text())
+    with ThreadPoolExecutor(workers) as pool:  # hashing lets go of Python's lock
+        found = pool.map(lambda name: sha256(root / name), recorded)
+        return [n for n, d in zip(recorded, found, strict=True) if d != recorded[n]]
 
 
 class Chunk(NamedTuple):

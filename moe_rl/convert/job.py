@@ -18,13 +18,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_rl.convert.dist import changed_files
 from moe_rl.convert.plan import CARRIED, Plan, Request, Unit, carried_pieces, make_plan
 from moe_rl.convert.work import Done, Worker, run_in_process, start_process
 from moe_rl.errors import RunFailed, UserError
@@ -96,7 +97,9 @@ def convert(
         out = work / "out"
         out.mkdir(exist_ok=True)
         if plan.source_kind == "dist":
-            _verify(source, workers)
+            changed = changed_files(source, workers)
+            if changed:
+                raise broken(source, [f"{name} is not the file that was saved" for name in changed])
         done = {n: d for n, unit in enumerate(plan.units) if (d := reused(n, unit))}
         again = len(done)
         _check_disk(plan, done, work)
@@ -215,18 +218,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _verify(root: Path, workers: int) -> None:
-    """UserError if a file of a dist-checkpoint is not the one whose SHA-256 was recorded; all of them are named."""
-    from moe_rl.engine.shards import sha256
-
-    recorded = json.loads((root / DIST_DIGESTS).read_text())
-    with ThreadPoolExecutor(workers) as pool:  # hashing lets go of Python's lock
-        found = pool.map(lambda name: sha256(root / name), recorded)
-        wrong = [n for n, d in zip(recorded, found, strict=True) if d != recorded[n]]
-    if wrong:
-        raise broken(root, [f"{name} is not the file that was saved" for name in wrong])
 
 
 def _check_disk(plan: Plan, done: dict[int, Done], work: Path) -> None:
