@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from moe_rl.config.layout import resolve_stages
 from moe_rl.errors import MoeRLError, UserError
 from moe_rl.models.family import get_family, read_config, read_facts
-from moe_rl.models.headers import Stored, listed, read_headers, recognise
+from moe_rl.models.headers import Stored, listed, recognise, scan_headers
 from moe_rl.models.weights import DTYPES, Entry, WeightTable
 from moe_rl.models.wire import SIZES, Wire, mismatches, scale_name
 
@@ -161,7 +161,8 @@ def totals(table: WeightTable, top_k: int, config: Mapping[str, Any]) -> Totals:
 
 # ---------------------------------------------------------------------------------------------------------- a directory
 def _audit_tensors(found: Audit, path: Path, table: WeightTable, digests: bool) -> None:
-    stored = read_headers(path)
+    stored, problems = scan_headers(path)
+    found.problems += problems
     wire = Wire.of(table, stored)
     kinds: dict[str, list[str]] = {}
     for kind, tensor in mismatches(table, stored, wire):

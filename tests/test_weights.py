@@ -14,7 +14,8 @@ from torch import nn
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import expected, transformers_views, weight_table
-from moe_rl.models.load import check_released, load_released, read_headers, save_released
+from moe_rl.models.headers import read_headers
+from moe_rl.models.load import check_released, load_released, save_released
 from moe_rl.models.weights import whole_parts
 from tests.tiny_v4 import randomise, tiny_config
 

@@ -61,7 +61,7 @@ def _standing(layout: Layout, pp_rank: int, shard: Shard) -> Iterator[None]:
         "EXPERT_TENSOR": (shard.etp_rank, layout.etp),
         "EXPERT_TENSOR_AND_MODEL": (shard.ep_rank * layout.etp + shard.etp_rank, layout.ep * layout.etp),
     }
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": layout.vpp if layout.vpp > 1 else None}
     for name, (rank, size) in places.items():
         told[f"_{name}_PARALLEL_GROUP"] = dist.ProcessGroup(rank, size)
         told |= {f"_MPU_{name}_PARALLEL_RANK": rank, f"_MPU_{name}_PARALLEL_WORLD_SIZE": size}

@@ -63,35 +63,45 @@ def read_headers(path: str | Path) -> dict[str, Stored]:
     """Name -> place of every tensor in a checkpoint directory, from the headers alone (no torch, no tensor data).
 
     Raises:
-        UserError: no weight files, a file the index names is missing, a header that is not one, a truncated file, a
-            tensor in two files, an index that says otherwise than the files. All such problems in one.
+        UserError: as `scan_headers`; or a tensor in two files, or an index that says otherwise than the files.
+    """
+    stored, problems = scan_headers(path)
+    if problems:
+        raise broken(Path(path), problems)
+    return stored
+
+
+def scan_headers(path: str | Path) -> tuple[dict[str, Stored], list[str]]:
+    """As `read_headers`, with what is wrong about single tensors handed back, for a report that names more.
+
+    Raises:
+        UserError: no weight files, a file the index names is missing, a header that is not one, a truncated file.
     """
     root = Path(path)
     stored: dict[str, Stored] = {}
+    damaged: list[str] = []
     problems: list[str] = []
     files, index = _weight_files(root)
     for file in files:
         try:
             header = _read_header(root / file)
         except ValueError as error:
-            problems.append(f"{file} {error}")
-            index = {name: place for name, place in index.items() if place != file}
+            damaged.append(f"{file} {error}")
             continue
         for name, entry in header.items():
             if name in stored:
                 problems.append(f"{name} is both in {stored[name].file} and in {file}")
             stored[name] = entry
+    if damaged:
+        raise broken(root, damaged)
+    for name, file in sorted(index.items()):
+        if name not in stored:
+            problems.append(f"{name} is not in {file}, where {INDEX} puts it")
+        elif stored[name].file != file:
+            problems.append(f"{name} is in {stored[name].file}, but {INDEX} puts it in {file}")
     if index:
-        problems += [f"{n} is not in {f}, where {INDEX} puts it" for n, f in sorted(index.items()) if n not in stored]
-        problems += [
-            f"{n} is in {stored[n].file}, but {INDEX} puts it in {f}"
-            for n, f in sorted(index.items())
-            if n in stored and stored[n].file != f
-        ]
         problems += [f"{n} is in {s.file}, but not in {INDEX}" for n, s in stored.items() if n not in index]
-    if problems:
-        raise broken(root, problems)
-    return stored
+    return stored, problems
 
 
 def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:

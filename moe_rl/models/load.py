@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.headers import INDEX, Stored, broken, listed, read_headers
+from moe_rl.models.headers import INDEX, Stored, broken, listed, scan_headers
 from moe_rl.models.weights import DTYPES, Parts, WeightTable, torch_dtype
 from moe_rl.models.wire import Wire, mismatches
 
@@ -38,15 +38,15 @@ def check_released(path: str | Path, table: WeightTable) -> tuple[dict[str, Stor
     Returns the place of each of its tensors, the passed over ones included, and how it stores its weights.
 
     Raises:
-        UserError: as `read_headers`; or tensors missing, extra, of another shape or dtype, all listed; or weights of which
+        UserError: as `headers.read_headers`; or tensors missing, extra, of another shape or dtype, all listed; or weights of which
             some are quantised and others are not.
     """
-    stored = read_headers(path)
+    stored, problems = scan_headers(path)
     wire = Wire.of(table, stored)
     found: dict[str, list[str]] = {}
     for kind, tensor in mismatches(table, stored, wire):
         found.setdefault(kind, []).append(tensor)
-    problems = [line for kind in sorted(found) for line in listed(kind, found[kind])]
+    problems += [line for kind in sorted(found) for line in listed(kind, found[kind])]
     if wire.quantised and not (wire.linears and wire.experts) and {"fp8", "mxfp4"} <= {r.quant for r in table.rows}:
         whole, part = ("experts", "linears") if wire.linears else ("linears", "experts")
         problems.append(f"its {part} are quantised and its {whole} are not: a mixture of two checkpoints")

@@ -1,0 +1,170 @@
+"""`moe-rl audit`: full-size models in the layouts of their recipes, checkpoints of every form, and what it finds wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_rl.audit import audit
+from moe_rl.cli import run
+from moe_rl.config import load_config
+from moe_rl.convert.job import convert
+from moe_rl.convert.plan import Request
+from moe_rl.models.family import get_family, read_facts
+from tests.released_v4 import INDEX, raw_tensors, released_config, shapes, write_released
+from tests.small_qwen import save_model
+
+LAYOUTS = [{}, {"pp": 2, "ep": 2}, {"pp": 4, "ep": 4}, {"pp": 2, "vpp": 2}, {"ep": 4}]
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_released(tmp_path_factory.mktemp("released") / "v4")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layouts", "total", "active"),
+    [("dsv4-pro", ["pp=32,ep=8", "pp=16,ep=16"], 1.6e12, 49e9), ("dsv4-flash", ["pp=8,ep=8"], 284.3e9, 13.8e9)],
+)
+@pytest.mark.slow
+def test_full_size_models_are_accounted_for(recipe: str, layouts: list[str], total: float, active: float):
+    """All coordinates of the model itself, on a CPU: in minutes, and in 8 GiB."""
+    code = (
+        "import sys, resource; from moe_rl.cli import run\n"
+        f"code = run(['audit', {recipe!r}, '--json', *{[x for name in layouts for x in ('--layout', name)]!r}])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == [] and len(found["layouts"]) == len(layouts)
+    assert [a["coordinates"] for a in found["layouts"]] == [256] * 2 if recipe == "dsv4-pro" else [64]
+    assert found["totals"]["parameters"] == pytest.approx(total, rel=0.02)
+    assert found["totals"]["active"] == pytest.approx(active, rel=0.02)
+    assert int(done.stderr.split()[-1]) < 8 << 20  # KiB
+
+
+def test_pro_is_as_large_as_its_release():
+    """865 GB were published; what is not built, the prediction layer, is the rest: 3 projections of 7168 and one layer."""
+    path = Path(load_config("dsv4-pro").model.path)
+    family = get_family("deepseek_v4")
+    from moe_rl.audit import totals
+
+    found = totals(family.weight_table(family.read_arch(path)), 6, {"expert_dtype": "fp4"})
+    assert found.released_bytes == pytest.approx(865e9, rel=0.02)
+    assert found.parameters == pytest.approx(1.6e12, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["dsv4-flash", "dsv4-pro"])
+def test_the_recipes_say_what_is_not_verified(recipe: str, capsys):
+    assert run(["explain", "layout.pp", "--recipe", recipe]) == 0
+    config = load_config(recipe)
+    assert config.world == {"dsv4-flash": 64, "dsv4-pro": 512}[recipe] and config.layout.pin_hash_layers
+    text = json.loads((Path(config.model.path) / "config.json").read_text())
+    assert set(text["_unverified"]) < set(text) and text["_sources"]
+    facts = read_facts(config.model.path)
+    assert facts.hash_layers == (0, 1, 2) and facts.weight_files == 0
+    # what is left to say of it without GPUs, data and the release itself
+    assert run(["train", recipe, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "[data.train]" in said and "[model.tokenizer]" in said and "[layout" not in said
+
+
+@pytest.mark.parametrize("form", ["released", "bf16", "dist"])
+def test_whole_checkpoints_are_accounted_for(released: Path, tmp_path: Path, form: str):
+    path = released
+    if form != "released":
+        path = tmp_path / form
+        convert(Request(released, path, form, pp=2, ep=2) if form == "dist" else Request(released, path, form))
+    found = audit(path, layouts=LAYOUTS, digests=True)
+    assert found.problems == [] and [a.coordinates for a in found.layouts] == [1, 4, 16, 2, 4]
+    parameters = sum(torch.Size(s).numel() for n, k, s in shapes(released_config()) if not n.startswith("mtp"))
+    assert found.totals.parameters + found.totals.tables == parameters
+    if form == "dist":
+        assert {x.belongs_to for x in found.tensors if "_extra" not in x.name} == {x.name for x in found.tensors}
+        return
+    raw = raw_tensors(path)
+    assert {x.name: (x.shape, len(x.sha256)) for x in found.tensors} == {
+        n: (tuple(t.shape), 64) for n, t in raw.items()
+    }
+    assert found.passed_over == sum(n.startswith("mtp.") for n in raw)
+    assert len({x.belongs_to for x in found.tensors} - {""}) == sum(
+        not n.startswith("mtp.") and not n.endswith(".scale") for n in raw
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+def test_tensor_parallel_ranks_together_are_the_model(kind: str, tmp_path: Path):
+    layouts = [{"tp": 2}, {"tp": 2, "pp": 2}]
+    layouts += [{"tp": 2, "etp": 2}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2}] if kind == "qwen3_moe" else []
+    found = audit(save_model(tmp_path / "model", kind), layouts=layouts)
+    assert found.problems == [] and len(found.layouts) == len(layouts)
+
+
+def test_everything_wrong_is_in_one_report(released: Path, tmp_path: Path, capsys):
+    path = shutil.copytree(released, tmp_path / "v4")
+    index = json.loads((path / INDEX).read_text())
+    (path / INDEX).unlink()
+    file = path / index["weight_map"]["layers.2.attn.wo_b.weight"]
+    tensors = load_file(file)
+    del tensors["layers.2.attn.wo_b.weight"]
+    tensors["layers.9.surplus"] = torch.zeros(2)
+    norm = next(name for name in tensors if name.endswith("_norm.weight"))
+    tensors[norm][3] = torch.nan
+    save_file(tensors, file)
+    other = path / index["weight_map"]["layers.4.ffn.experts.0.w2.weight"]
+    tensors = load_file(other)
+    tensors["layers.4.ffn.experts.0.w2.weight"] = tensors["layers.4.ffn.experts.0.w2.weight"][:-1].contiguous()
+    save_file(tensors, other)
+    assert run(["audit", str(path), "--digests", "--json", "--list"]) == 2
+    out, said = capsys.readouterr()
+    for text in (
+        f"1 missing: layers.2.attn.wo_b.weight (layers.2.attn.wo_b.scale is in {file.name})",
+        f"1 not a tensor of this model: layers.9.surplus ({file.name})",
+        f"layers.4.ffn.experts.0.w2.weight is [159, 48], not [160, 48] ({other.name})",
+        f"{norm} ({file.name}) is not finite at [3]",
+    ):
+        assert text in said and any(text in problem for problem in json.loads(out)["problems"]), text
+    listed = {x["name"]: x for x in json.loads(out)["tensors"]}
+    assert listed["layers.9.surplus"]["belongs_to"] == "" and listed["norm.weight"]["belongs_to"] == "norm.weight"
+
+
+def test_a_changed_or_foreign_dist_checkpoint(released: Path, tmp_path: Path):
+    path = tmp_path / "dist"
+    convert(Request(released, path, "dist"))
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+    assert audit(path, digests=True).problems == ["__0_0.distcp is not the file that was saved"]
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "o_groups": 4}))
+    problems = audit(path).problems
+    assert any(
+        "layers.0.self_attn.q_b_proj.weight (layers.0.attn.wq_b.weight) is [160, 48], not [320, 48]" in p
+        for p in problems
+    )
+
+
+def test_a_table_that_lacks_a_row_is_found(released: Path, monkeypatch: pytest.MonkeyPatch):
+    """A parameter, and a buffer, that no row speaks of."""
+    from moe_rl.models.deepseek_v4 import weights
+
+    rows = weights.ROWS
+    for gone, says in (
+        ("attn.q_norm.weight", "elements of layers.0.self_attn.q_a_norm.weight"),
+        ("gate.bias", "expert_bias"),
+    ):
+        monkeypatch.setattr(weights, "ROWS", tuple(r for r in rows if not r.released.endswith(gone)))
+        problems = audit(released, layouts=[{"pp": 2}]).problems
+        assert any(says in problem for problem in problems), gone
+    monkeypatch.setattr(weights, "ROWS", (*rows, rows[0]._replace(released="again.weight")))
+    assert any(
+        "64000 of the 24000 elements" in p or "48000 of the 24000" in p for p in audit(released, layouts=[{}]).problems
+    )
