@@ -53,7 +53,7 @@ def compare(pair: Pair, lengths, seed: int) -> tuple[int, int, float]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_log_probs_alone_and_packed(name):
-    pair = make_pair(CASES[name], seed=3, attention_chunk=50, logprob_chunk=64)
+    pair = make_pair(CASES[name], seed=4, attention_chunk=50, logprob_chunk=64)
     compared, left_out, worst = compare(pair, LENGTHS, seed=11)
     print(f"{name}: {compared} sequences, {left_out} left out, largest deviation {worst:.1e}")
     assert left_out == 0 and worst < 1e-5
@@ -71,7 +71,7 @@ def test_few_sequences_are_left_out():
     "name", ["sliding", "sparse", "heavy", "mixed", "mixed, hash layers only", "transformers' keys"]
 )
 def test_gradients(name, recompute):
-    pair = make_pair(CASES[name], seed=3, attention_chunk=50, logprob_chunk=64, recompute=recompute)
+    pair = make_pair(CASES[name], seed=4, attention_chunk=50, logprob_chunk=64, recompute=recompute)
     deviation, without = gradient_deviation(pair, LENGTHS, seed=11)
     worst = max(deviation, key=deviation.__getitem__)
     print(f"{name}: {len(deviation)} gradients, {without} parameters have none, worst {worst} {deviation[worst]:.1e}")
@@ -99,7 +99,7 @@ def gradient_deviation(pair: Pair, lengths, seed: int, floor: float = 1e-6) -> t
 
 
 def test_a_wrong_weight_is_noticed():
-    pair = make_pair(CASES["mixed"], seed=3)
+    pair = make_pair(CASES["mixed"], seed=4)
     with torch.no_grad():
         pair.ours.layers["1"].self_attn.sinks.add_(0.01)
     assert compare(pair, [40], seed=11)[2] > 1e-5

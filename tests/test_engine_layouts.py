@@ -309,5 +309,5 @@ def test_a_port_in_use_is_named(model):
 def test_a_model_without_weights_is_refused(model):
     from moe_rl.engine.engine import Engine
 
-    with pytest.raises(UserError, match="holds no safetensors"):
+    with pytest.raises(UserError, match="holds no weights"):
         Engine.create(run_config(model), 0, 1, "127.0.0.1:1")

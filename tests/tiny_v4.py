@@ -62,7 +62,7 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
 def randomise(views: dict[str, torch.Tensor], seed: int, *, experts: int = 8, scale: float = 0.3) -> None:
     """Write seeded values into every view: norms near 1, expert tables in range, the rest normal with std `scale`."""
     generator = torch.Generator().manual_seed(seed)
-    for name, view in views.items():
+    for name, view in sorted(views.items()):  # whatever the order of the weight table
         if name.endswith("tid2eid"):
             rows = torch.rand(view.shape[0], experts, generator=generator).argsort(1)
             view.copy_(rows[:, : view.shape[1]])

@@ -43,7 +43,7 @@ def parity_config(ratios: Sequence[int], **overrides: Any) -> dict[str, Any]:
 def fill(views: dict[str, torch.Tensor], seed: int, experts: int) -> None:
     """Random weights that keep activations near 1, with nothing left at zero: sinks, biases, bases and scales too."""
     generator = torch.Generator().manual_seed(seed)
-    for name, view in views.items():
+    for name, view in sorted(views.items()):  # whatever the order of the weight table
         noise = torch.randn(view.shape, generator=generator)
         if name.endswith("tid2eid"):
             view.copy_(torch.rand(view.shape[0], experts, generator=generator).argsort(1)[:, : view.shape[1]])
