@@ -331,6 +331,16 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             "A checkpoint without weights cannot be resumed.",
             "Add model to it.",
         )
+    wanted = config.checkpoint.load_contents
+    if wanted and "model" not in wanted:
+        yield _problem(
+            config,
+            "checkpoint.load_contents",
+            "checkpoint.load_contents",
+            f"checkpoint.load_contents {wanted} has no model",
+            "Moments, schedule and data position belong to the weights of the same checkpoint.",
+            "Add model to it, or leave it empty to load all that a checkpoint holds.",
+        )
 
 
 def _port(config: Config) -> Iterator[Problem]:

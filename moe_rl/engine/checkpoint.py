@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing as dc
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import nn
 
@@ -91,6 +91,7 @@ def _state(
         state["moe_rl"] |= {"optimizer_format": optimizer_format, "buffers": _buffers(optimizer)}
         if optimizer_format == SAME_LAYOUT:
             state["optimizer"] = optimizer.sharded_state_dict(model, metadata=_AS_IT_LIES)
+            _clear_padding(state["optimizer"])
         else:
             if len(optimizer.chained_optimizers) > 1:
                 optimizer._synchronize_steps()
@@ -228,6 +229,17 @@ _AS_IT_LIES = _RESHARDABLE | {"distrib_optim_sharding_type": "dp_reshardable"}
 def _chained(optimizer: Any, states: list[dict[str, Any]]) -> dict[Any, Any]:
     """States of all chained optimizers, in the form that their load_state_dict takes."""
     return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _clear_padding(node: Any) -> None:
+    """Megatron leaves what it puts between parameters as it found it in memory: equal states would make unequal files."""
+    if isinstance(node, dict) and "padding" in node:
+        if node["padding"].unwrap():
+            for tensor in (value for value in node.values() if isinstance(value, ShardedTensor)):
+                tensor.data.zero_()
+    elif isinstance(node, dict | list):
+        for child in node.values() if isinstance(node, dict) else node:
+            _clear_padding(child)
 
 
 def _buffers(optimizer: Any) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import threading
-from typing import Any
 
 import torch.distributed as dist
 
 from moe_rl.engine import shards
 from moe_rl.engine.shards import AllOrNone, Work
+from moe_rl.errors import MoeRLError
 
 
 class Saver:
@@ -23,7 +23,7 @@ class Saver:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None
+        self._fault: MoeRLError | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -54,8 +54,8 @@ class Saver:
     def _run(self, work: Work) -> None:
         try:
             self.complete(work)
-        except BaseException as error:
-            self._fault = error
+        except Exception as error:  # where a peer has died, the exchange itself
+            self._fault = shards.as_ours(error, "written", work.root)
             work.items.clear()
 
     def check(self) -> None:
@@ -72,7 +72,6 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        fault: Any = self._fault
-        self._fault = None
+        fault, self._fault = self._fault, None
         if fault is not None:
             raise fault

@@ -217,20 +217,22 @@ class AllOrNone:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             return
         shared: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shared, (self.mine, error and self._as_ours(error)), group=self.group)
+        dist.all_gather_object(shared, (self.mine, error and as_ours(error, self.done, self.root)), group=self.group)
         first = next((fault for _, fault in shared if fault is not None), None)
         if first is not None:
             raise first from error
         self.all = [mine for mine, _ in shared]
 
-    def _as_ours(self, error: BaseException) -> MoeRLError:
-        if isinstance(error, MoeRLError):
-            return error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[-300:]
-        what = f"the checkpoint in {self.root} could not be {self.done}"
-        if self.done != "written":
-            return RunFailed("checkpoint.io", what, reason)
-        there = next(p for p in self.root.parents if p.is_dir())
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        free = f"{shutil.disk_usage(there).free >> 20} MiB are free in {there}: make room, or write elsewhere."
-        return RunFailed("checkpoint.io", what, "The disk is full." if full else reason, free)
+
+def as_ours(error: BaseException, done: str, root: Path) -> MoeRLError:
+    """An error as the user is told of it: what could not be done with the checkpoint in `root`."""
+    if isinstance(error, MoeRLError):
+        return error
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[-300:]
+    what = f"the checkpoint in {root} could not be {done}"
+    if done != "written":
+        return RunFailed("checkpoint.io", what, reason)
+    there = next(p for p in root.parents if p.is_dir())
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    free = f"{shutil.disk_usage(there).free >> 20} MiB are free in {there}: make room, or write elsewhere."
+    return RunFailed("checkpoint.io", what, "The disk is full." if full else reason, free)

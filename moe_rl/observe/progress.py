@@ -88,6 +88,10 @@ class Progress:
         self._phase, self._since, self._step_began = "", now, now
         self._slowest = {}
 
+    def note(self, text: str) -> None:
+        """A line of its own, beside those of the steps."""
+        self._print(text)
+
     def seconds_left(self) -> float | None:
         """Expected time to the last step: the steps left times the mean of the last ten; None before the first."""
         if not self._durations:

@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_rl.config import Config
 from moe_rl.data import Cursor
-from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, UserError
+from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, MoeRLError, UserError
 from moe_rl.models.load import TOKENIZER_FILES, copy_files
 from moe_rl.observe.metrics import MetricsWriter
 from moe_rl.observe.progress import Progress
@@ -26,9 +26,10 @@ from moe_rl.trainer.inputs import Rows, read_inputs
 from moe_rl.trainer.judging import Judge
 from moe_rl.trainer.loop import Loop, sample_lines
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
+from moe_rl.trainer.saving import Checkpoints, summary
 from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, checkpoint_of, read_state, verify, write_atomic
 
-# what a resumed run starts afresh if the checkpoint lacks a part of `checkpoint.contents`
+# what a resumed run starts afresh without a part of the checkpoint
 WITHOUT = {
     "optimizer": "the moments of the optimizer start from zero",
     "extra": "the learning-rate schedule and the random states start over",
@@ -116,9 +117,23 @@ class GRPOTrainer:
                 "They differ in " + "; ".join(f"{k}: {state.model.get(k)} and {self.arch[k]}" for k in names[:5]) + ".",
                 "Set model.path to the model the run was started with, or start afresh in another --run-dir.",
             )
+        self._check_load_contents(state)
         self.cursor.load_state_dict(state.cursor)
         state.attempt = 1 + max(state.attempt, self.run.attempts())
         return state
+
+    def _check_load_contents(self, state: RunState) -> None:
+        wanted = self.config.checkpoint.load_contents
+        lacking = [part for part in wanted if part not in state.contents]
+        if lacking:
+            origin = self.config.origin("checkpoint.load_contents")
+            raise UserError(
+                "checkpoint.load_contents",
+                f"{self.checkpoint} holds {', '.join(state.contents)}, not {', '.join(lacking)}"
+                f" (checkpoint.load_contents, from {origin})",
+                "It was saved with fewer checkpoint.contents.",
+                f"Leave {', '.join(lacking)} out of it, leave it empty, or resume from another checkpoint.",
+            )
 
     # ------------------------------------------------------------------------------------------------------------ fit
     def fit(self) -> int:
@@ -135,12 +150,20 @@ class GRPOTrainer:
             if self.checkpoint is not None:
                 print(self._resume_note(self.checkpoint))
             progress = Progress(config.trainer.steps, self.state.step)
-            with metrics, progress, Cluster(config, self.run.logs) as cluster:
-                return self._run(cluster, metrics, progress)
+            try:
+                with metrics, progress, Cluster(config, self.run.logs) as cluster:
+                    return self._run(cluster, metrics, progress)
+            finally:
+                self.run.clear_unfinished()
 
     def _resume_note(self, checkpoint: Path) -> str:
         lines = [f"resuming from {checkpoint}: step {self.state.step}, attempt {self.state.attempt}"]
-        lines += [f"it holds no {part}: {then}" for part, then in WITHOUT.items() if part not in self.state.contents]
+        wanted = self.config.checkpoint.load_contents or self.state.contents
+        for part, then in WITHOUT.items():
+            if part not in self.state.contents:
+                lines.append(f"it holds no {part}: {then}")
+            elif part not in wanted:
+                lines.append(f"checkpoint.load_contents leaves {part} out: {then}")
         return "\n".join(lines)
 
     def _ask_stop(self, signum: int, frame: FrameType | None) -> None:
@@ -153,15 +176,18 @@ class GRPOTrainer:
         rollout = RolloutGroup(cluster)
         trainer.start()
         rollout.start()
+        loaded: dict[str, Any] = {}
         if self.checkpoint is not None:
             progress.phase("load")
-            trainer.load(self.checkpoint, state.contents)
+            contents = config.checkpoint.load_contents or state.contents
+            loaded = {"checkpoint": str(self.checkpoint), "contents": contents}
+            loaded |= trainer.load(self.checkpoint, contents)
         # not before: a checkpoint that cannot be loaded costs no records
         metrics.resume(state.step, state.metrics)
         self.run.cut_back(state.step)
         sync = WeightSync(trainer, rollout)
         sync.push(state.weight_version)  # before anything else: no rollout ever samples from other weights
-        self._write_manifest(trainer, rollout, sync)
+        self._write_manifest(trainer, rollout, sync, loaded)
         loop = Loop(
             config,
             state,
@@ -174,6 +200,20 @@ class GRPOTrainer:
             self.inputs.tokenizer,
             progress,
         )
+        saves = Checkpoints(self.run, trainer.finish_save, config.checkpoint.keep, config.checkpoint.async_save)
+        try:
+            self._steps(loop, saves, metrics)
+        except MoeRLError as error:
+            if not error.rule.startswith(("worker.", "checkpoint.")):  # the ranks still write what they have copied
+                saves.settle(config.engine.distributed_timeout_s)
+            raise
+        finally:
+            saves.abandon()
+        return EXIT_DONE if state.step == config.trainer.steps else EXIT_SEGMENT
+
+    def _steps(self, loop: Loop, saves: Checkpoints, metrics: MetricsWriter) -> None:
+        """Run until all steps are done or a stop was asked for; either way the last step's checkpoint is durable."""
+        config, state = self.config, self.state
         stop = self.stop_asked
         while state.step < config.trainer.steps and not stop:
             line, samples = loop.step()
@@ -184,13 +224,17 @@ class GRPOTrainer:
             if last or stop or state.step % config.checkpoint.every == 0:
                 started = time.perf_counter()
                 with loop.phase("checkpoint"):
-                    self._save(trainer, line)
+                    self._save(saves, loop.trainer, line)
+                    if last or stop:
+                        saves.wait()
                 line["time/checkpoint"] = time.perf_counter() - started
-            metrics.write(state.step, line)
-            progress.step(line)
-        return EXIT_DONE if state.step == config.trainer.steps else EXIT_SEGMENT
+            durable = saves.durable()
+            if durable:
+                loop.progress.note(summary(durable))
+            metrics.write(state.step, line | durable)
+            loop.progress.step(line)
 
-    def _save(self, trainer: TrainerGroup, line: dict[str, Any]) -> None:
+    def _save(self, saves: Checkpoints, trainer: TrainerGroup, line: dict[str, Any]) -> None:
         self.state.metrics = line
         self.state.contents = list(self.config.checkpoint.contents)
 
@@ -199,15 +243,18 @@ class GRPOTrainer:
             # with these a checkpoint is a model directory: model.path of another run, or the source of a conversion
             copy_files(("config.json", *TOKENIZER_FILES), self.config.model.path, directory)
 
-        self.run.save(self.state, write, self.config.checkpoint.keep)
+        saves.save(self.state, write)
 
-    def _write_manifest(self, trainer: TrainerGroup, rollout: RolloutGroup, sync: WeightSync) -> None:
+    def _write_manifest(
+        self, trainer: TrainerGroup, rollout: RolloutGroup, sync: WeightSync, loaded: dict[str, Any]
+    ) -> None:
         names = ("layout", "host", "pid", "python", "versions", "patches")
         workers = {n: {k: v for k, v in w.items() if k in names} for n, w in (trainer.ranks | rollout.ranks).items()}
         manifest = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "attempt": self.state.attempt,
             "step": self.state.step,
+            **({"loaded": loaded} if loaded else {}),
             "host": platform.node(),
             "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers", "ray")},
             "git": _git_revision(),

@@ -199,8 +199,14 @@ class TrainerGroup:
     def save(self, directory: Path, contents: Sequence[str]) -> None:
         self._all("save", lambda _: (str(directory), list(contents)), "saving a checkpoint")
 
-    def load(self, directory: Path, contents: Sequence[str]) -> None:
-        self._all("load", lambda _: (str(directory), list(contents)), "loading a checkpoint")
+    def finish_save(self) -> None:
+        """Wait until no save is in flight. Raises RunFailed if it failed."""
+        self._all("finish_save", doing="writing a checkpoint")
+
+    def load(self, directory: Path, contents: Sequence[str]) -> dict[str, float]:
+        """Have all ranks load; `seconds`, `host_peak_gib` and `gpu_peak_gib` of the rank with most of each."""
+        reports = self._all("load", lambda _: (str(directory), list(contents)), "loading a checkpoint").values()
+        return {name: max(report[name] for report in reports) for name in next(iter(reports))}
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
         return self._all("peak_memory_gib", doing="reading memory use")

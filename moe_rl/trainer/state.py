@@ -106,6 +106,10 @@ class RunDirectory:
             self.logs.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
+        self.clear_unfinished()
+
+    def clear_unfinished(self) -> None:
+        """Remove what interrupted saves left."""
         for leftover in (*self.checkpoints.glob(TEMPORARY + "*"), *self.checkpoints.glob(DISCARDED + "*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -184,20 +188,33 @@ class RunDirectory:
         return found
 
     def save(self, state: RunState, write_shards: Callable[[Path], None], keep: int) -> Path:
-        """Save one checkpoint whole and drop all but the `keep` newest.
+        """Save one checkpoint whole and drop all but the `keep` newest: `begin` and `publish`."""
+        self.begin(state, write_shards)
+        return self.publish(state, keep)
+
+    def begin(self, state: RunState, write_shards: Callable[[Path], None]) -> Path:
+        """Start a checkpoint; the directory that it is written in, under a temporary name.
 
         Args:
-            write_shards: has all ranks write weights and optimizer into the directory it is given, with the SHA-256 of
-                each file in `SHARD_DIGESTS` (the ranks share that work).
+            write_shards: has all ranks write weights and optimizer into the directory it is given, or start to, with the
+                SHA-256 of each file in `SHARD_DIGESTS` last (the ranks share that work).
+
+        Raises:
+            RunFailed: the disk is full or cannot be written; the previous checkpoint is untouched.
+        """
+        with self._saving(state) as work:
+            work.mkdir()
+            write_shards(work)
+        return work
+
+    def publish(self, state: RunState, keep: int) -> Path:
+        """Make a checkpoint of what was begun, once `SHARD_DIGESTS` is there, and drop all but the `keep` newest.
 
         Raises:
             RunFailed: the disk is full or cannot be written; the previous checkpoint is untouched.
         """
         target = self.checkpoints / _step_name(state.step)
-        work = self.checkpoints / f"{TEMPORARY}{target.name}"
-        try:
-            work.mkdir()
-            write_shards(work)
+        with self._saving(state) as work:
             write_atomic(work / STATE, json.dumps(asdict(state), indent=1))
             listing = _listing(work)
             manifest = {"step": state.step, "files": listing, "sha256": _own_digest(listing)}
@@ -207,17 +224,25 @@ class RunDirectory:
             os.replace(work, target)
             sync_directory(self.checkpoints)
             write_atomic(self.checkpoints / LATEST, target.name + "\n")
-        except OSError as error:
+        self._prune(keep)
+        return target
+
+    @contextmanager
+    def _saving(self, state: RunState) -> Iterator[Path]:
+        """The temporary directory of a checkpoint; a fault removes it, and one of the disk is told as such."""
+        work = self.checkpoints / f"{TEMPORARY}{_step_name(state.step)}"
+        try:
+            yield work
+        except BaseException as error:
+            shutil.rmtree(work, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise RunFailed(
                 "checkpoint.write",
                 f"saving step {state.step} to {self.checkpoints} failed: {error.strerror or error}",
                 "The disk is full or cannot be written.",
                 "Free space, then run the same command again: it resumes from the checkpoint before.",
             ) from error
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        self._prune(keep)
-        return target
 
     def cut_back(self, step: int) -> None:
         """Drop the checkpoints of later steps: a run that resumes from `step` takes another way from there."""
