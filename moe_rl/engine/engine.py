@@ -247,6 +247,9 @@ class Engine:
 
         Without `optimizer` in `contents` the moments stay as they are and the masters follow the weights. See
         engine.checkpoint.load.
+
+        Returns:
+            `seconds`, and the peaks `host_peak_gib` and `gpu_peak_gib` above what was in use before.
         """
         if self.optimizer is None and contents is not None:
             contents = [part for part in contents if part != "optimizer"]
@@ -256,18 +259,15 @@ class Engine:
         finally:
             peak.stop()
         self.steps = extra.get("steps", self.steps)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "host_peak_gib": peak.host / _GIB, "gpu_peak_gib": peak.gpu / _GIB}
 
     # --------------------------------------------------------------------------------------------------------- other
     def memory(self) -> dict[str, float]:
-
-        Returns:
-            `seconds`, and the peaks `host_peak_gib` and `gpu_peak_gib` above what was in use before.
         """Memory of this process in GiB: `host` now, `host_peak` and `gpu_peak` (0 without one) since its start."""
         import psutil
 
         return {
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "host_peak_gib": peak.host / _GIB, "gpu_peak_gib": peak.gpu / _GIB}
             "host": psutil.Process().memory_info().rss / _GIB,
             "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
             "gpu_peak": memory.gpu_peak_bytes()[0] / _GIB,
