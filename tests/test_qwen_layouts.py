@@ -140,7 +140,7 @@ def _check(models: Any, kind: str, world: int, keys: dict, count: int) -> None:
     ranks = run_ranks(_train, world, path, keys, count)
     for found, (loss, norm) in zip(ranks[0]["steps"], expected["steps"], strict=True):
         assert found.loss == pytest.approx(loss, abs=1e-5)
-        assert found.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert found.grad_norm == pytest.approx(norm, rel=1e-5)
     assert all(r["steps"] == ranks[0]["steps"] for r in ranks), "the ranks report different numbers"
     for step, wanted in enumerate(expected["scores"]):
         scores = {i: row for r in ranks for i, row in r["scores"][step].items()}
