@@ -222,6 +222,20 @@ def test_what_is_not_implemented_is_refused_by_name(kind, changes, says):
     assert says in str(error.value)
 
 
+def test_a_tied_checkpoint_may_hold_the_output_layer_once_more(tmp_path):
+    from safetensors.torch import save_file
+
+    from moe_rl.models.load import check_released
+
+    table = weight_table(QwenArch.from_dict(CASES["qwen2"]))
+    tensors = {name: torch.zeros(spec.shape) for name, spec in table.expected().items()}
+    save_file(tensors | {"lm_head.weight": torch.zeros(64, 32)}, tmp_path / "model.safetensors")
+    check_released(tmp_path, table)
+    save_file(tensors | {"lm_head.bias": torch.zeros(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="lm_head.bias"):
+        check_released(tmp_path, table)
+
+
 def test_a_parameter_outside_the_table_is_an_error():
     pair = make_pair(CASES["qwen2"], seed=1)
     pair.ours.layers["0"].mlp.gamma = torch.nn.Parameter(torch.ones(3))

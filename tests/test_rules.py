@@ -151,6 +151,7 @@ def test_a_family_with_tensor_parallelism_needs_heads_that_divide(config: Config
         ({"tp": 2, "etp": 2, "ep": 1}, {"expert_size": 7}, "layout.columns"),
         ({"tp": 2, "etp": 2, "ep": 1}, {"num_experts": 0}, "layout.experts"),
         ({"etp": 2, "ep": 1}, {}, "layout.etp"),
+        ({"tp": 2}, {"vocab_size": 1, "tokenizer_vocab": 1}, "layout.vocabulary"),
         ({"tp": 2}, {}, None),
         ({"tp": 2, "etp": 2, "ep": 1}, {}, None),
     ],

@@ -89,7 +89,7 @@ def rewrite_json(name: str, **changes: object) -> Edit:
 
 def as_qwen(kind: str, **changes: object) -> Edit:
     """Make the model a Qwen of that kind (its weights stay: what is wrong shows before they are looked at)."""
-    config = small_qwen.model_config(kind, vocab_size=VOCAB, **changes)
+    config = small_qwen.model_config(kind, **({"vocab_size": VOCAB} | changes))
     return write("model/config.json", json.dumps(config))
 
 
@@ -157,6 +157,12 @@ CASES = [
         "layout.columns",
         "layout.tp=2 layout.ep=1",
         edit=as_qwen("qwen2", intermediate_size=49),
+    ),
+    Case(
+        "tp with fewer token ids than ranks",
+        "layout.vocabulary",
+        "layout.tp=2 layout.ep=1",
+        edit=as_qwen("qwen2", vocab_size=1),
     ),
     Case("etp for a model without experts", "layout.experts", "layout.etp=2 layout.ep=1", edit=as_qwen("qwen2")),
     Case("etp other than tp on a CPU", "layout.etp", "layout.etp=2 layout.ep=1", edit=as_qwen("qwen3_moe")),
@@ -235,6 +241,7 @@ CASES = [
     Case("a patch that is none", "config.choice", "patches.disable=[hybrid_mastres]", says="nearest: hybrid_masters"),
     Case("a dual clip that is none", "algorithm.dual_clip", "algorithm.dual_clip=0.5"),
     Case("checkpoints without the weights", "checkpoint.contents", "checkpoint.contents=[optimizer]"),
+    Case("a resume without the weights", "checkpoint.load_contents", "checkpoint.load_contents=[optimizer,extra]"),
     # the machine
     Case("a GPU asked for where there is none", "engine.device", "engine.device=cuda"),
     Case("bf16 on a CPU", "engine.dtype", "engine.dtype=bf16"),

@@ -403,6 +403,10 @@ def _tensor_parallel(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             rule = "layout.heads" if "heads" in thing else "layout.columns"
             what, why = f"{key} {size} does not divide the model's {count} {thing}", "Each rank holds the same number."
             yield _problem(config, rule, key, what, why, "Use a divisor.")
+    if (tp - 1) * -(-facts.vocab_size // tp) >= facts.vocab_size:
+        what = f"layout.tp {tp} leaves a rank without one of the model's {facts.vocab_size} token ids"
+        why = "Each rank holds an equal share of the vocabulary."
+        yield _problem(config, "layout.vocabulary", "layout.tp", what, why, "Use a smaller layout.tp.")
     if etp > 1 and not facts.num_experts:
         what = f"layout.etp is {etp}, but the model has no experts"
         yield _problem(config, "layout.experts", "layout.etp", what, "It splits experts alone.", "Set layout.etp=1.")

@@ -99,7 +99,9 @@ class EngineConfig:
     attention_backend: str = key(
         "plain", "Attention kernels; `plain` is chunked PyTorch and runs everywhere.", choices=("plain",)
     )
-    attention_chunk: int = key(256, "Queries handled at once in attention; bounds its memory.", unit="tokens", low=1)
+    attention_chunk: int = key(
+        256, "Queries handled at once in DeepSeek-V4's attention; bounds its memory.", unit="tokens", low=1
+    )
     logprob_chunk: int = key(
         1024, "Tokens whose logits exist at once; bounds the memory of log-probs.", unit="tokens", low=1
     )

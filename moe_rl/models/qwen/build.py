@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from moe_rl.errors import UserError
 from moe_rl.models.chunk import build_device
 from moe_rl.models.options import named_generator, shared_options
 from moe_rl.models.qwen.arch import QwenArch
@@ -34,11 +33,8 @@ def make_transformer_config(
     `attention_chunk` is not needed: torch's fused attention is linear in memory as it is.
 
     Raises:
-        UserError: an unknown dtype or recompute mode, or a vocabulary too small to be split over `tp` ranks.
+        UserError: an unknown dtype or recompute mode.
     """
-    if (tp - 1) * -(-arch.vocab_size // tp) >= arch.vocab_size:
-        what = f"layout.tp={tp} leaves a rank without one of {arch.vocab_size} token ids"
-        raise UserError("layout.tp", what, "Every rank holds a share of the vocabulary.", "use a smaller layout.tp")
     return QwenTransformerConfig(
         arch=arch,
         logprob_chunk=logprob_chunk,
