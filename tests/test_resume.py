@@ -6,6 +6,7 @@ are drawn at random; KILL_SEED repeats them.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -168,16 +169,19 @@ def moment(run: Run, name: str, first: int = 3, last: int = 8, most: float = 1.0
 
 
 # ------------------------------------------------------------------------------------------------------ kills and stops
-def test_driver_killed_in_a_step_and_in_a_save(start: Start, tmp_path: Path, uninterrupted: Path) -> None:
+@pytest.mark.parametrize("how", [[], ["checkpoint.async_save=true"]], ids=["at once", "beside the training"])
+def test_driver_killed_in_a_step_and_in_a_save(
+    start: Start, tmp_path: Path, uninterrupted: Path, how: list[str]
+) -> None:
     run_dir = tmp_path / "run"
-    run = start(run_dir)
+    run = start(run_dir, *how)
     moment(run, "driver")
     run.process.kill()
     assert run.wait() == -signal.SIGKILL
     print(f"driver killed: all gone after {run.seconds_until_gone(GONE_S):.2f} s")
     assert not any(name.startswith("moe_rl") for name in run.temporary_files()) and run.shared_memory() == set()
 
-    run, draw, before = start(run_dir), seeded("save"), latest(run_dir)
+    run, draw, before = start(run_dir, *how), seeded("save"), latest(run_dir)
     run.wait_for(run.running, "its workers")
     run.wait_for(lambda: list((run_dir / "checkpoints").glob(".writing_*")), "a save")
     time.sleep(draw.uniform(0.0, 0.5))
@@ -189,7 +193,7 @@ def test_driver_killed_in_a_step_and_in_a_save(start: Start, tmp_path: Path, uni
     assert damage(latest(run_dir)) == []
     assert latest(run_dir) == before or not unfinished
 
-    run = start(run_dir)
+    run = start(run_dir, *how)
     assert run.wait() == 0, run.stderr()
     assert f"resuming from {before}" in run.stdout() or not unfinished
     check_nothing_left(run)
@@ -373,6 +377,16 @@ def truncate(checkpoint: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
+def without_optimizer(checkpoint: Path) -> None:
+    """Make the checkpoint say that it was saved without one."""
+    from moe_rl.trainer.state import STATE, _own_digest, sha256
+
+    state, manifest = (json.loads((checkpoint / name).read_text()) for name in (STATE, "manifest.json"))
+    (checkpoint / STATE).write_text(json.dumps(state | {"contents": ["model", "extra"]}))
+    manifest["files"][STATE] = {"sha256": sha256(checkpoint / STATE), "bytes": (checkpoint / STATE).stat().st_size}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": _own_digest(manifest["files"])}))
+
+
 def other_model(work: Path) -> list[str]:
     from moe_rl.config.load import ASSETS
     from tests.test_wrong_input import rewrite_json
@@ -406,6 +420,10 @@ REFUSALS: dict[str, tuple[str, int, Callable[[Path], Any], Callable[[Path], list
         "checkpoint.missing", 3, lambda run: shutil.rmtree(latest(run)), lambda w: [], lambda run: "auto",
     ),
     "the checkpoint is another model's": ("checkpoint.model", 2, lambda run: None, other_model, lambda run: "auto"),
+    "a resume of what the checkpoint does not hold": (
+        "checkpoint.load_contents", 2, lambda run: without_optimizer(latest(run)),
+        lambda w: ["checkpoint.load_contents=[model,optimizer]"], lambda run: "auto",
+    ),
     "the checkpoint is of a run on other data": ("data.resume", 2, lambda run: None, other_data, lambda run: "auto"),
     "the checkpoint is of a run with another seed": (
         "data.resume", 2, lambda run: None, lambda w: ["trainer.seed=5"], lambda run: "auto",
