@@ -75,19 +75,19 @@ class DistReader:
         """
         if key not in self._chunks:
             raise broken(self.root, [f"{key} is missing from .metadata"])
+        chunks = list(self._candidates(key, offset, shape))
+        whole = [chunk for chunk in chunks if (chunk.offset, chunk.shape) == (tuple(offset), tuple(shape))]
+        if whole:
+            return self._part(key, whole[0], [0] * len(shape), list(shape))
         out = torch.empty(tuple(shape), dtype=self.dtypes[key])
         filled = 0
-        for chunk in self._candidates(key, offset, shape):
+        for chunk in chunks:
             low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, chunk.offset, chunk.shape, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            found = self._part(
-                key,
-                chunk,
-                [a - o for a, o in zip(low, chunk.offset, strict=True)],
-                [b - a for a, b in zip(low, high, strict=True)],
-            )
+            start = [a - o for a, o in zip(low, chunk.offset, strict=True)]
+            found = self._part(key, chunk, start, [b - a for a, b in zip(low, high, strict=True)])
             out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = found
             filled += found.numel()
         if filled != out.numel():
@@ -217,12 +217,13 @@ class DistValues:
         if slot.name not in self._held:
             while len(self._held) >= _HELD:
                 self._held.popitem(last=False)
-            dtype = self._reader.dtypes.get(slot.stored[0].key, slot.dtype)
-            parameter = torch.empty(slot.shape, dtype=dtype)
-            for stored in slot.stored:
-                stored.place.view(parameter).copy_(
-                    self._reader.box(stored.key, stored.offset, stored.shape).view(stored.place.shape)
-                )
+            parts = [(p.place, self._reader.box(p.key, p.offset, p.shape)) for p in slot.stored]
+            if len(parts) == 1 and parts[0][0].shape == slot.shape:
+                parameter = parts[0][1].view(slot.shape)
+            else:
+                parameter = torch.empty(slot.shape, dtype=parts[0][1].dtype)
+                for place, value in parts:
+                    place.view(parameter).copy_(value.view(place.shape))
             self._held[slot.name] = parameter
         self._held.move_to_end(slot.name)
         return self._held[slot.name]

@@ -27,7 +27,7 @@ from typing import Any
 
 from moe_rl.convert.dist import changed_files
 from moe_rl.convert.plan import CARRIED, Plan, Request, Unit, carried_pieces, make_plan
-from moe_rl.convert.work import Done, Worker, run_in_process, start_process
+from moe_rl.convert.work import Done, Worker, peak_bytes, run_in_process, start_process
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_config
 from moe_rl.models.headers import DIST_DIGESTS, INDEX, broken
@@ -38,7 +38,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did; `seconds` and `read_bytes` of this call, the rest of the whole target."""
+    """What a conversion did; `seconds` of this call, the rest of all calls; `peak_bytes` is the largest process's."""
 
     target: str
     form: str
@@ -50,6 +50,7 @@ class Report:
     seconds: float
     blocks: int
     blocks_kept: int
+    peak_bytes: int
     mtp_kept: tuple[str, ...]
     mtp_dropped: tuple[str, ...]
 
@@ -59,7 +60,8 @@ class Report:
         lines = [
             f"{self.target}: {self.form}, {self.tensors} tensors, {self.written_bytes / _GB:.2f} GB in {self.files} files"
             + (f", {self.reused} of them from the call before" if self.reused else ""),
-            f"read {self.read_bytes / _GB:.2f} GB and wrote it in {self.seconds:.1f} s: {speed:.2f} GB/s both ways together",
+            f"read {self.read_bytes / _GB:.2f} GB and wrote it in {self.seconds:.1f} s: {speed:.2f} GB/s both ways together;"
+            f" a process had at most {self.peak_bytes / 2**30:.2f} GiB",
         ]
         if self.blocks:
             lines.append(f"quantised blocks: {self.blocks}, {self.blocks_kept} under their released scale")
@@ -125,6 +127,7 @@ def convert(
         time.perf_counter() - started,
         sum(d.blocks for d in ordered),
         sum(d.kept for d in ordered),
+        max([peak_bytes(), *(d.peak for d in ordered)]),
         tuple(entry.name for entry in plan.extras),
         plan.dropped,
     )

@@ -1,8 +1,9 @@
-"""Blocks that nobody changed keep the scale that the released checkpoint gave them.
+"""Blocks that nobody changed keep the scale, and so the bytes, that the released checkpoint gave them.
 
 A block's values do not determine its scale: codes up to 3 under a scale are the same numbers as codes up to 6 under half of
 it, and float32 scales are rounded away by bf16. So an encoder alone cannot bring back the released bytes. Where the
-released scale is known and gives exactly the values at hand, the block is written under it; else the encoder's stands.
+released scale is known, the codes that give exactly the values at hand are read off; if there are none, the block has
+changed and is the encoder's.
 """
 
 from __future__ import annotations
@@ -11,67 +12,60 @@ import torch
 
 from moe_rl.models.codec import BLOCK, MX
 
-_CODES = {0.0: 0, 0.5: 1, 1.0: 2, 1.5: 3, 2.0: 4, 3.0: 5, 4.0: 6, 6.0: 7}
-_NONE = 255
+_CHUNK = 1 << 12  # MXFP4 blocks at a time: what is computed on the way stays in the cache
+_WORD = {torch.bfloat16: (torch.int16, 7), torch.float32: (torch.int32, 23)}  # and bits of the mantissa
 
 
-def _shifted() -> torch.Tensor:
-    """uint8 [5, 16]: the code of half, a quarter, ... of a code's value (row: number of halvings, 4 for more), or _NONE."""
-    table = torch.full((5, 16), _NONE, dtype=torch.uint8)
-    for halvings in range(5):
-        for value, code in _CODES.items():
-            half = _CODES.get(value / 2**halvings, _NONE) if halvings < 4 or value == 0 else _NONE
-            if half != _NONE:
-                table[halvings, code], table[halvings, code + 8] = half, half + 8
-    return table
+def released_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The MXFP4 codes of `values` [M, K] (bf16 or fp32) under given E8M0 `scales` [M, K/32].
 
-
-_SHIFTED = _shifted()
-
-
-def keep_mxfp4(
-    values: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, released: torch.Tensor, decode
-) -> tuple[int, int]:
-    """Put the `released` scales (E8M0 bytes [M, K/32]) in place of the encoder's `scales` where they give `values` [M, K].
-
-    `packed` uint8 [M, K/2] and `scales` uint8 are what the encoder made of `values`; both are changed in place. `decode` is
-    the codec's. Returns the number of blocks under the released scale, and of all.
+    Returns:
+        packed uint8 [M, K/2], and bool [M, K/32]: the blocks that these codes give exactly. The others' are arbitrary.
     """
-    released, flat, codes = released.view(torch.uint8).reshape(-1), scales.view(-1), packed.view(-1, MX // 2)
-    at = (released != flat).nonzero()[:, 0]
-    if not len(at):
-        return len(flat), len(flat)
-    halvings = released[at].int() - flat[at].int()
-    at, halvings = at[halvings > 0], halvings[halvings > 0].clamp(max=4)
-    pairs = codes[at]
-    low, high = _SHIFTED[halvings[:, None], pairs.int() & 15], _SHIFTED[halvings[:, None], pairs.int() >> 4]
-    decoded = decode(pairs, flat[at, None], values.dtype)
-    same = (decoded == values.view(-1, MX)[at]).all(1) & (low != _NONE).all(1) & (high != _NONE).all(1)
-    codes[at[same]] = (low | high << 4)[same]
-    flat[at[same]] = released[at[same]]
-    return int((flat == released).sum()), len(flat)
+    blocks, bytes_ = values.contiguous().view(-1, MX), scales.view(torch.uint8).reshape(-1)
+    packed = torch.empty(len(blocks), MX // 2, dtype=torch.uint8)
+    same = torch.empty(len(blocks), dtype=torch.bool)
+    for at in range(0, len(blocks), _CHUNK):
+        part = slice(at, at + _CHUNK)
+        packed[part], same[part] = _codes(blocks[part], bytes_[part])
+    # Half of these scales is no normal number: look at 2**16 times the values instead, which is exact.
+    small = (bytes_ < 2).nonzero()[:, 0]
+    if len(small):
+        packed[small], same[small] = _codes(blocks[small].float() * 2.0**16, bytes_[small] + 16)
+    return packed.view(values.shape[0], -1), same.view(scales.shape)
 
 
-def keep_fp8(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, released: torch.Tensor
-) -> tuple[int, int]:
-    """The same for FP8: `values` [M, K], `codes` float8_e4m3fn [M, K], scales E8M0 or float32 [ceil(M/128), ceil(K/128)]."""
-    wanted, found = released.float(), scales.float()
-    if torch.equal(wanted, found):
-        return found.numel(), found.numel()
-    rows, columns = values.shape
+def _codes(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for blocks [N, 32] under scales uint8 [N] of 2 and more.
 
-    def spread(blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    Counted in half binades from half the scale on, 0.5 is number 0, and 1, 1.5, 2, 3, 4, 6 are numbers 2 to 7: their codes.
+    """
+    word, mantissa = _WORD[blocks.dtype]
+    bits = blocks.view(word)
+    magnitude = bits & torch.iinfo(word).max
+    number = (magnitude >> (mantissa - 1)) - ((scales.to(word) - 1) << 1)[:, None]
+    zero = magnitude == 0
+    off_grid = ((magnitude & ((1 << (mantissa - 1)) - 1)) != 0) | (number < 0) | (number > 7) | (number == 1)
+    codes = (number + (number == 0)).masked_fill_(zero, 0) | (bits >> (torch.iinfo(word).bits - 4)) & 8
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return packed, ~(off_grid & ~zero).any(1)
 
-    factors = spread(wanted)
-    candidates = (values.float() / factors).to(torch.float8_e4m3fn)
-    differ = (candidates.float() * factors).to(values.dtype) != values
-    pad = (0, found.shape[1] * BLOCK - columns, 0, found.shape[0] * BLOCK - rows)
-    blocks = torch.nn.functional.pad(differ.to(torch.uint8), pad).view(found.shape[0], BLOCK, found.shape[1], BLOCK)
-    same = blocks.amax((1, 3)) == 0
-    mask = spread(same)
-    codes.view(torch.uint8)[mask] = candidates.view(torch.uint8)[mask]
-    raw = torch.uint8 if scales.dtype != torch.float32 else torch.float32
-    scales.view(raw)[same] = released.view(raw)[same]
-    return int(same.sum()), same.numel()
+
+def released_fp8(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for FP8: scales E8M0 or float32 [ceil(M/128), ceil(K/128)]; codes float8_e4m3fn [M, K], blocks bool."""
+    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+    same = torch.empty(scales.shape, dtype=torch.bool)
+    columns = values.shape[1]
+    for row, scale in enumerate(scales.float()):
+        rows = slice(row * BLOCK, (row + 1) * BLOCK)
+        factors = scale.repeat_interleave(BLOCK)[:columns]
+        codes[rows] = (values[rows].float() / factors).to(torch.float8_e4m3fn)
+        differ = ((codes[rows].float() * factors).to(values.dtype) != values[rows]).any(0)
+        padded = torch.nn.functional.pad(differ, (0, len(scale) * BLOCK - columns))
+        same[row] = ~padded.view(-1, BLOCK).any(1)
+    return codes, same
+
+
+def spread(blocks: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
+    """A value for each block as a value for each element of a matrix of `shape`, `rows` x `columns` to a block."""
+    return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]

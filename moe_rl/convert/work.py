@@ -20,12 +20,13 @@ from moe_rl.models.headers import broken
 from moe_rl.models.load import check_experts
 from moe_rl.models.reader import DTYPES, Reader, all_finite, row_steps
 from moe_rl.models.weights import Entry, torch_dtype
-from moe_rl.models.wire import E8M0, FP8_BLOCK, scale_name
+from moe_rl.models.wire import E8M0, FP8_BLOCK, MXFP4_BLOCK, scale_name
 
 
 @dataclass
 class Done:
-    """What became of a unit: `blocks` are quantised blocks, `kept` those under their released scale."""
+    """What became of a unit: `blocks` are quantised blocks, `kept` those under their released scale; `peak` is the most
+    memory that the process had by then, in bytes."""
 
     file: str
     nbytes: int
@@ -33,6 +34,13 @@ class Done:
     results: list[Any]
     kept: int = 0
     blocks: int = 0
+    peak: int = 0
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had (getrusage would count what its parent had before it)."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) << 10
 
 
 class Worker:
@@ -66,7 +74,7 @@ class Worker:
             from moe_rl.engine.shards import sha256
 
             digest = sha256(path)
-        return Done(unit.file, path.stat().st_size, digest, results, self._kept, self._blocks)
+        return Done(unit.file, path.stat().st_size, digest, results, self._kept, self._blocks, peak_bytes())
 
     # ---------------------------------------------------------------------------------------------------------- values
     def _rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
@@ -80,7 +88,8 @@ class Worker:
             file = self.plan.stored[name].file
         else:
             value, file = self._values.rows(name, start, stop), "dist-checkpoint"
-            if value.is_floating_point() and not all_finite(value):
+            encoded = request.to == "released" and self.plan.out.kind(entry)  # the encoder refuses what is not finite
+            if value.is_floating_point() and not encoded and not all_finite(value):
                 raise broken(request.source, [f"{name} is not finite"])
         if not value.is_floating_point() and value.numel():
             check_experts(value, name, file, self.table.experts, request.source)
@@ -155,22 +164,35 @@ class Worker:
             yield name, start, same.rows(name, start, stop)
             yield scale, at, same.rows(scale, at, end)
             return
-        released = self._released(entry, scale, at, end)
-        if kind == "fp8":
-            form = "e8m0" if plan.out.scale == E8M0 else "fp32"
-            codes, scales = codec.fp8_encode(values, scale_dtype=form, name=name)
-            self._count(keep.keep_fp8(values, codes, scales, released) if released is not None else (0, scales.numel()))
-        else:
-            codes, scales = codec.mxfp4_encode(values, name=name)
-            decode = codec.mxfp4_decode
-            self._count(
-                keep.keep_mxfp4(values, codes, scales, released, decode)
-                if released is not None
-                else (0, scales.numel())
-            )
-            codes, scales = codes.view(DTYPES[plan.out.packed]), scales.view(torch.float8_e8m0fnu)
+        codes, scales = self._quantised(kind, name, values, self._released(entry, scale, at, end))
         yield name, start, codes
         yield scale, at, scales
+
+    def _quantised(
+        self, kind: str, name: str, values: torch.Tensor, released: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of an entry's rows: under the released scales where these give the values, else encoded."""
+        wide = kind == "fp8"
+        same = codes = None
+        if released is not None:
+            codes, same = (keep.released_fp8 if wide else keep.released_mxfp4)(values, released)
+            self._kept, self._blocks = self._kept + int(same.sum()), self._blocks + same.numel()
+        if codes is None or same is None or not bool(same.all()):
+            if wide:
+                form = "e8m0" if self.plan.out.scale == E8M0 else "fp32"
+                fresh, scales = codec.fp8_encode(values, scale_dtype=form, name=name)
+            else:
+                fresh, scales = codec.mxfp4_encode(values, name=name)
+                scales = scales.view(torch.float8_e8m0fnu)
+            if codes is None or same is None or released is None:
+                self._blocks += scales.numel()
+                codes, released = fresh, scales
+            else:
+                step = (FP8_BLOCK, FP8_BLOCK) if wide else (1, MXFP4_BLOCK // 2)
+                codes = _choose(keep.spread(same, codes.shape, *step), codes, fresh)
+                released = _choose(same, released, scales)
+        assert released is not None
+        return codes if wide else codes.view(DTYPES[self.plan.out.packed]), released
 
     def _released(self, entry: Entry, scale: str, start: int, stop: int) -> torch.Tensor | None:
         """The scales that a released checkpoint has for these rows, if one is known."""
@@ -181,9 +203,11 @@ class Worker:
             return None
         return self._origin.rows(scale, start, stop)
 
-    def _count(self, found: tuple[int, int]) -> None:
-        self._kept += found[0]
-        self._blocks += found[1]
+
+def _choose(first: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a` where `first`, else `b`; for element types that torch cannot choose from, too."""
+    raw = torch.uint8 if a.element_size() == 1 else a.dtype
+    return torch.where(first, a.view(raw), b.view(raw)).view(a.dtype)
 
 
 _worker: Worker | None = None
