@@ -65,24 +65,33 @@ SAME_LAYOUT = {"checkpoint__optimizer_format": "same_layout"}
 
 
 # ------------------------------------------------------------------------------------------------ run by the ranks
-def _engine(rank: int, world: int, meeting: str, path: str, keys: Mode) -> Any:
+def _engine(rank: int, world: int, meeting: str, path: str, keys: Mode, weights: list[dict] | None = None) -> Any:
+    """An engine of a mode. With `weights`, the chunks hold them before an optimizer is built, and nothing is drawn."""
     import torch
 
     from moe_rl.engine import build
     from moe_rl.engine.engine import Engine
+    from moe_rl.engine.parallel import init_distributed
+    from moe_rl.models.family import get_family, read_facts
 
-    chunks_of = build.build_chunks
+    chunks_of, keys = build.build_chunks, TRAINING | keys
+    frozen = keys.pop("weights") == "bf16"
 
-    def without_native_fp32(*args: Any) -> list[Any]:
+    def chunks_with(*args: Any) -> list[Any]:
         chunks = chunks_of(*args)
-        for param in (p for chunk in chunks for p in chunk.parameters() if p.dtype == torch.float32):
+        for param in (p for chunk in chunks for p in chunk.parameters() if p.dtype == torch.float32 and frozen):
             param.requires_grad_(False)
+        for chunk, state in zip(chunks, weights or (), strict=weights is not None):
+            chunk.load_state_dict(state)
         return chunks
 
-    keys = TRAINING | keys
-    build.build_chunks = without_native_fp32 if keys.pop("weights") == "bf16" else chunks_of
+    build.build_chunks, config = chunks_with, run_config(path, world, **keys)
     try:
-        return Engine.create(run_config(path, world, **keys), rank, world, meeting, random_init=True)
+        if weights is None:
+            return Engine.create(config, rank, world, meeting, random_init=True)
+        facts = read_facts(path)
+        parallel = init_distributed(config, facts, rank, world, meeting)
+        return Engine(config, parallel, get_family(facts.family), train=True, reference=False)
     finally:
         build.build_chunks = chunks_of
 
@@ -332,27 +341,63 @@ def test_a_checkpoint_of_one_mode_loads_in_another(model, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ weights only
-def _weights_only(rank: int, world: int, port: int, path: str, directory: str, modes: list[Mode]) -> list[list[dict]]:
-    """Digests: saved, after other steps, loaded, and after a step at rate 0, which writes all masters to the weights."""
+SEED = {"trainer__seed": 7}  # other weights than those that are loaded
+
+
+def _masters(directory: str) -> dict[str, Any]:
+    """The fp32 masters in a checkpoint, by the name of their weight, and the weights of the same names."""
+    from megatron.core import dist_checkpointing as dc
+
+    prefix, stored = "optimizer.state.param.", dc.load_plain_tensors(directory)
+    names = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
+    return {name: (stored[prefix + name], stored[name].float()) for name in names}
+
+
+def _weights_only(rank: int, world: int, port: int, path: str, directory: str, modes: list[Mode]) -> list[dict]:
+    """For each mode: weights saved after steps; loaded into an engine of other weights, with and without its masters
+    refreshed; and an engine whose optimizer was built on these weights. Digests of each before and after one step."""
+    import torch
+
     results = []
     for i, keys in enumerate(modes):
-        engine = _engine(rank, world, f"file://{directory}/{i}-weights", path, keys)
-        engine.save(f"{directory}/{i}", contents=["model", "extra"])
-        digests = [engine.digest()]
-        _steps(engine, 2)
-        digests.append(engine.digest())
-        engine.load(f"{directory}/{i}")
-        digests.append(engine.digest())
-        _steps(engine, 1, lr=0.0)
-        results.append([*digests, engine.digest()])
+        at = f"{directory}/{i}"
+        engine = _engine(rank, world, f"file://{at}-save", path, keys)
+        _steps(engine, BEFORE)
+        engine.save(at, contents=["model"])
+        out, weights = {"saved": engine.digest()}, [chunk.state_dict() for chunk in engine.chunks]
+        weights = [{n: v.clone() if torch.is_tensor(v) else v for n, v in state.items()} for state in weights]
         engine.close()
+        for name in ("loaded", "stale"):
+            engine = _engine(rank, world, f"file://{at}-{name}", path, keys | SEED)
+            if name == "stale":
+                engine.optimizer.reload_model_params = lambda: None
+            other = engine.digest()
+            engine.load(at)
+            out[name] = [other, engine.digest()]
+            if name == "loaded":
+                engine.save(f"{at}-again")
+                out["masters"] = [float((m - w).abs().max()) for m, w in _masters(f"{at}-again").values()]
+            out[name] += [_steps(engine, 1), engine.digest()]
+            engine.close()
+        engine = _engine(rank, world, f"file://{at}-fresh", path, keys, weights)
+        out["fresh"] = [engine.digest(), _steps(engine, 1), engine.digest()]
+        engine.close()
+        results.append(out)
     return results
 
 
 def _check_weights_only(model: str, tmp_path: Path, modes: list[Mode]) -> None:
-    for keys, digests in zip(modes, run_ranks(_weights_only, 1, model, str(tmp_path), modes)[0], strict=True):
-        saved, moved, loaded, after = digests
-        assert moved != saved and loaded == saved and after == saved, describe(keys)
+    for keys, out in zip(modes, run_ranks(_weights_only, 1, model, str(tmp_path), modes)[0], strict=True):
+        other, loaded, *after = out["loaded"]
+        assert other != out["saved"] == loaded, describe(keys)
+        assert out["masters"] and max(out["masters"]) == 0, describe(keys)
+        assert [loaded, *after] == out["fresh"] and after[-1] != loaded, describe(keys)
+        other, loaded, *after = out["stale"]  # equal weights and loss, and the old weights after the first step
+        assert loaded == out["saved"] and after[0] == out["fresh"][1], describe(keys)
+        moved = [name for name in loaded if loaded[name] != out["fresh"][-1][name]]
+        # fp32 weights that are their own masters have nothing to go stale, but for copies on the CPU
+        own = keys["weights"] == "fp32" and not keys["optimizer__offload_fraction"]
+        assert any(after[-1][name] != out["fresh"][-1][name] for name in moved) is not own, describe(keys)
 
 
 def test_weights_alone_reach_every_master(model, tmp_path):
