@@ -271,7 +271,8 @@ def _check_reshard(model: str, tmp_path: Path, modes: list[Mode], layouts: list[
     """From pp2 ep2 into other layouts: equal weights, and every tensor saved again without a bit of difference.
 
     Losses follow to 1e-5 where the arithmetic of the layouts allows it: in bf16 the first, and all of them where tokens
-    stand together in the same matrix products (ep2); later ones then differ by bf16's rounding, checkpoint or not.
+    stand together in the same matrix products (ep2); later ones then differ by bf16's rounding, checkpoint or not, as
+    tests/test_reshard_round_trip.py proves.
     """
     saved = run_ranks(_save, 4, model, str(tmp_path), [m | PP2 | EP2 for m in modes])
     for name in layouts:
