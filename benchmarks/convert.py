@@ -2,8 +2,8 @@
 
 A released checkpoint of random codes is made, turned into a dist-checkpoint (PP2 x EP2) and back, by the command itself. The
 raw figure reads every tensor of the source by safetensors and writes as many bytes as the target has, in files of the same
-size; both sides force their files to disk, start from sources that are not in the page cache, and run in as many
-processes.
+size, in one process and in as many as the command uses. All force their files to disk, and have the page cache drop the
+source first. Seconds of the command are from its start to its end, Python's imports and the digests of all files included.
 
     python benchmarks/convert.py [--gb 8.5] [--workers 2] [--scratch DIR]      needs 6 times as much free disk
 """
@@ -146,7 +146,7 @@ def main() -> None:
         ):
             found = convert(a, b, options.workers, *extra)
             moved = sum(p.stat().st_size for side in (a, b) for p in weights(side))
-            raw = raw_seconds(a, b, scratch, options.workers)
+            raw, together = (raw_seconds(a, b, scratch, n) for n in (1, options.workers))
             found |= {
                 "read_gb": round(sum(p.stat().st_size for p in weights(a)) / 1e9, 2),
                 "written_gb": round(sum(p.stat().st_size for p in weights(b)) / 1e9, 2),
@@ -154,6 +154,9 @@ def main() -> None:
                 "raw_seconds": round(raw, 1),
                 "raw_gb_per_s": round(moved / 1e9 / raw, 3),
                 "share_of_raw": round(raw / found["seconds"], 3),
+                f"raw_seconds_in_{options.workers}_processes": round(together, 1),
+                f"share_of_raw_in_{options.workers}_processes": round(together / found["seconds"], 3),
+                "load_of_the_machine": round(os.getloadavg()[0], 1),
             }
             directions[name] = found
             print(name, json.dumps(found), flush=True)

@@ -231,7 +231,7 @@ class DistValues:
 
 def changed_files(root: Path, workers: int = 1) -> list[str]:
     """The files of a dist-checkpoint that are not those whose SHA-256 was recorded."""
-    from moe_rl.engine.shards import sha256
+    from moe_rl.engine.hashed import sha256
 
     recorded = json.loads((root / DIST_DIGESTS).read_text())
     with ThreadPoolExecutor(workers) as pool:  # hashing lets go of Python's lock
@@ -279,7 +279,7 @@ def write_file(
 
     `fill(slot, start, stop)` gives a slot's value (rows of it, where the slot goes by rows); `progress(bytes)` is told.
     """
-    from moe_rl.engine.shards import HashedFile
+    from moe_rl.engine.hashed import HashedFile
 
     results = []
     with (root / file).open("wb") as out:

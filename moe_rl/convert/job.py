@@ -188,7 +188,7 @@ def _take_over(work: Path, request: Request, restart: bool) -> Callable[[int, Un
     done.mkdir(exist_ok=True)
 
     def find(number: int, unit: Unit) -> Done | None:
-        from moe_rl.engine.shards import sha256
+        from moe_rl.engine.hashed import sha256
 
         record = done / f"{number:06d}"
         if not record.is_file():
@@ -362,7 +362,8 @@ def _finish_dist(plan: Plan, out: Path, done: list[Done]) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     from moe_rl.convert.dist import make_metadata
-    from moe_rl.engine.shards import files, sha256
+    from moe_rl.engine.hashed import sha256
+    from moe_rl.engine.shards import files
 
     chunks = [chunk for unit in plan.units for chunk in unit.chunks]
     items = [item for unit in plan.units for item in unit.items]

@@ -71,7 +71,7 @@ class Worker:
             results, digest = write_file(self.root, unit.file, unit.chunks, unit.items, self._fill, self.progress)
         else:
             self._write_tensors(unit)
-            from moe_rl.engine.shards import sha256
+            from moe_rl.engine.hashed import sha256
 
             digest = sha256(path)
         return Done(unit.file, path.stat().st_size, digest, results, self._kept, self._blocks, peak_bytes())

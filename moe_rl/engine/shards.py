@@ -7,7 +7,6 @@ time beside the live ones. With `stage` everything is copied to host memory firs
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
+from moe_rl.engine.hashed import HashedFile, sha256
 from moe_rl.engine.memory import GIB, Peak
 from moe_rl.errors import MoeRLError, RunFailed
 
@@ -134,38 +134,6 @@ def write(work: Work) -> Written:
     return Written(results, digests, nbytes, seconds, work.staged, work.peak.host, work.peak.gpu)
 
 
-class HashedFile:
-    """A file as torch.save sees it, which hashes what goes into it."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.sha256 = file, hashlib.sha256()
-        self.fault: OSError | None = None
-
-    def add(self, data: torch.Tensor | io.BytesIO) -> None:
-        if isinstance(data, io.BytesIO):
-            self.write(data.getbuffer())
-            return
-        data = data.detach().cpu()
-        if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes a view's whole storage
-            data = data.clone()
-        try:
-            torch.save(data, self)
-        except Exception as error:  # torch reports where its archive broke off instead of the disk's reason
-            raise self.fault or error from error
-
-    def write(self, data: Any) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.fault = error
-            raise
-        self.sha256.update(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def finish(work: Work, written: Sequence[Written]) -> None:
     """Rank 0, once every rank has written: the index of the tensors, the report, and last of all the digests."""
     FileSystemWriter(work.root).finish(work.metadata, [w.results for w in written])
@@ -190,12 +158,6 @@ def finish(work: Work, written: Sequence[Written]) -> None:
 def files(root: Path) -> list[str]:
     """The files of a checkpoint, the list of their digests aside."""
     return sorted(p.name for p in root.iterdir() if p.is_file() and p.name != INTEGRITY)
-
-
-def sha256(path: Path) -> str:
-    """A file's SHA-256 in hex. Raises OSError if it cannot be read."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class AllOrNone:
