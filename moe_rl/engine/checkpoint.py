@@ -118,9 +118,9 @@ def load(
     have been saved plain and be loaded offloaded. The random states are restored if the layout is the one that wrote
     them. Called by all ranks; if one fails, all raise.
 
-    Weights and buffers as they lie are read into the live tensors, one stored tensor at a time; states in the format
-    `reshardable` by way of `optimizer_state.LOAD_BYTES`, or one parameter's. An offloading optimizer makes the copies on
-    the CPU that it updates a second time: 4 bytes an element.
+    Host memory beside the live tensors: the largest stored tensor twice, as torch reads it; for states in the format
+    `reshardable` `optimizer_state.LOAD_BYTES` more, or one parameter's; and an offloading optimizer makes the masters that
+    it updates a second time, 4 bytes an element. GPU memory: none.
 
     Raises:
         UserError: no checkpoint there, contents that it lacks, another model's, or an optimizer of another layout in the

@@ -258,6 +258,7 @@ class Engine:
             extra = checkpoint.load(directory, contents, self.chunks, self.optimizer, self.parallel, self.arch)
         finally:
             peak.stop()
+        memory.give_back()
         self.steps = extra.get("steps", self.steps)
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "host_peak_gib": peak.host / _GIB, "gpu_peak_gib": peak.gpu / _GIB}

@@ -21,11 +21,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from moe_patches.hybrid import hybrid_class
+from moe_rl.engine.memory import give_back
 
 LOAD_BYTES = 256 << 20  # states read at once, one parameter's at least
 
 
-@dataclass
+@dataclass(eq=False)
 class _Cut:
     """A parameter of the optimizer: its sharded weight, and the range of its elements that each rank's shard holds."""
 
@@ -55,6 +56,7 @@ def load_states(optimizer: Any, model_state: dict[str, Any], root: Path) -> None
     for part in optimizer.chained_optimizers:
         rank = part.data_parallel_group.rank()
         for cuts in _groups([cut for cut in _cuts(part, weights) if cut.ranges[rank]], len(_keys(part))):
+            give_back()  # what the group before it, and the masters that were replaced, left
             _load_group(part, cuts, rank, root)
         if isinstance(part.optimizer, hybrid_class()):
             part.optimizer._sync_hdo_state_to_sub_optimizers()
@@ -138,17 +140,41 @@ def _groups(cuts: list[_Cut], keys: int) -> Iterator[list[_Cut]]:
         yield group
 
 
+def _parts(entry: Any) -> list[Any]:
+    """The sharded tensors of an entry: a gated linear layer's weight is stored as two."""
+    return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
+
+
+def _alone(part: Any) -> Any:
+    """A sharded tensor that can be read without its neighbours: megatron wants all of a rank's experts of one key at once
+    where their number is an axis of the key's tensor but not of theirs."""
+    shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+    return replace(part, data=part.data.view(shape), local_shape=shape, prepend_axis_num=0)
+
+
+def _shared(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def _load_group(part: Any, cuts: list[_Cut], rank: int, root: Path) -> None:
+    whole = {(cut, key): torch.empty(cut.param.shape, dtype=torch.float32) for cut in cuts for key in _keys(part)}
     wanted = {
-        f"{number}.{key}": _entry(cut.weight, key, torch.empty(cut.param.shape, dtype=torch.float32))
-        for number, cut in enumerate(cuts)
-        for key in _keys(part)
+        f"{i}": {f"{k}": _alone(p) for k, p in enumerate(_parts(_entry(cut.weight, key, data)))}
+        for i, ((cut, key), data) in enumerate(whole.items())
     }
     loaded = dc.load(wanted, str(root), validate_access_integrity=False)
-    for number, cut in enumerate(cuts):
-        span, states = cut.ranges[rank], {}
-        for key in _keys(part):
-            whole = loaded.pop(f"{number}.{key}").flatten()
-            # The offloading optimizer keeps the tensor that it is given: a view would keep the whole parameter's
-            states[key] = whole if len(span) == len(whole) else whole[span.start : span.stop].clone()
-        part._set_main_param_and_optimizer_states(cut.param, states)
+    for i, data in enumerate(whole.values()):  # it reads into the tensors that it is given
+        assert all(_shared(tensor, data) for tensor in loaded[f"{i}"].values())
+    del wanted, loaded
+    held_inside = isinstance(part.optimizer, hybrid_class()) and (
+        part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    )
+    for cut in cuts:
+        span = cut.ranges[rank]
+        states = {key: whole.pop((cut, key)).flatten()[span.start : span.stop] for key in _keys(part)}
+        if held_inside:  # megatron would put these in the place of its own, which its sub-optimizers keep until the end
+            live = part._get_main_param_and_optimizer_states(cut.param)
+            for key, state in states.items():
+                live[key].copy_(state)
+        else:
+            part._set_main_param_and_optimizer_states(cut.param, states)

@@ -8,6 +8,7 @@ import threading
 import torch.distributed as dist
 
 from moe_rl.engine import shards
+from moe_rl.engine.memory import give_back
 from moe_rl.engine.shards import AllOrNone, Work
 from moe_rl.errors import MoeRLError
 
@@ -44,6 +45,7 @@ class Saver:
         with AllOrNone("written", work.root, self.group):
             if work.rank == 0:
                 shards.finish(work, step.all)
+        give_back()
 
     def start(self, work: Work) -> None:
         """`complete` staged work in a thread; `check` and `wait` tell of its failure. The one before must be done."""
