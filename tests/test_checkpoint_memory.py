@@ -73,9 +73,13 @@ def measure(rank: int, world: int, port: int, path: str, directory: str, keys: M
         out[name], out[f"{name} left"] = mark.peak, mark.left
     out["written"] = Path(directory, "save", f"__{rank}_0.distcp").stat().st_size
     out["reports"] = {n: json.loads(Path(directory, n, "save.json").read_text()) for n in ("save", "async")}
+    _steps(engine, 1)
     with Mark() as mark:
         out["loaded"] = engine.load(f"{directory}/save")
     out["load"] = mark.peak
+    engine.save(f"{directory}/again")  # what was read in parts is what was written
+    digests = [json.loads(Path(directory, name, "integrity.json").read_text()) for name in ("save", "again")]
+    out["same"] = digests[0][f"__{rank}_0.distcp"] == digests[1][f"__{rank}_0.distcp"]
     engine.close()
     return out
 
@@ -100,6 +104,7 @@ def test_a_save_and_a_load_take_no_more_than_the_formula(model, tmp_path, name):
     total = sum(r["written"] for r in ranks)
     assert 90e6 < total < 330e6
     for r in ranks:
+        assert r["same"] is True
         largest, masters = r["largest"], 4 * r["params"] / world if keys["optimizer__offload_fraction"] else 0
         print(name, {k: round(v / MIB, 1) for k, v in r.items() if isinstance(v, int)})
         assert r["save"] < largest + SLACK
