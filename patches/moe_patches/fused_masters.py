@@ -15,6 +15,7 @@ parameter's master only what the parameter lacks: the lower 16 bits, as int16 (`
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,9 +116,12 @@ class FusedMasters:
                 else:
                     fused.set_scaled_state(param, "master_param", param.detach().float())
 
-        for method, function in zip(
-            (_GET, _SET, _RELOAD), (get_main_param_and_states, set_main_param_and_states, copy_to_masters), strict=True
-        ):
+        replaced: dict[str, Callable] = {
+            _GET: get_main_param_and_states,
+            _SET: set_main_param_and_states,
+            _RELOAD: copy_to_masters,
+        }
+        for method, function in replaced.items():
             setattr(owner, method, mark(function, self.name))
 
     def probe(self) -> bool:
