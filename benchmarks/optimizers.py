@@ -417,14 +417,14 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     cases = {n: k for n, k in CASES.items() if (fused or n not in NEEDS_FUSED) and (not a.cases or n in a.cases)}
     parts = set(a.parts)
     if "train" in parts:
-        found = {name: run(a, "train", name, keys, 300) for name, keys in cases.items()}
-        if fused:
-            for name, (case, allocator) in VARIANTS.items():
-                found[name] = run(a, "train", name, CASES[case], 300, allocator=allocator)
-        for name, case in found.items():
-            if "died" not in case and "died" not in found[BASELINE]:
-                judge(case, found[BASELINE], CASES[VARIANTS.get(name, (name, ""))[0]], result["pcie_gb_per_s"])
-        result["cases"] = found
+        found = result["cases"] = {}
+        variants = VARIANTS if fused and not a.cases else {}
+        for name in [*cases, *variants]:
+            mode, allocator = variants.get(name, (name, ""))
+            found[name] = run(a, "train", name, CASES[mode], 200, allocator=allocator)
+            if "died" not in found[name] and "died" not in found[BASELINE]:
+                judge(found[name], found[BASELINE], CASES[mode], result["pcie_gb_per_s"])
+            store(a, result)
     if "faults" in parts:
         jobs = {(n, off): k for n, k in FAULTS.items() if fused or n not in NEEDS_FUSED for off in (False, True)}
         with ThreadPoolExecutor(a.parallel) as pool:
@@ -447,6 +447,12 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
 
             result["resumes"] = dict(zip(cases, pool.map(one, cases), strict=True))
     return result
+
+
+def store(a: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write what is known so far."""
+    a.out.parent.mkdir(parents=True, exist_ok=True)
+    a.out.write_text(json.dumps(a.about | result, indent=1) + "\n")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -524,9 +530,9 @@ def main() -> None:
         answer = {"train": train, "resume": resume, "fault": fault}[a.job](a, json.loads(a.keys), a.work)
         (a.work / "answer.json").write_text(json.dumps(answer))
         return
-    result = about(a) | measure(a)
-    a.out.parent.mkdir(parents=True, exist_ok=True)
-    a.out.write_text(json.dumps(result, indent=1) + "\n")
+    a.about = about(a)
+    result = measure(a)
+    store(a, result)
     print(table(result))
 
 

@@ -58,9 +58,7 @@ def test_items(mode, gpu, step, host):
 
 
 def test_pinned_blocks_are_rounded_up():
-    rounding = [
-        optimizer_memory(SHARDS, OptimizerMode(aware, 1.0)).host["pinned rounding"] for aware in (False, True)
-    ]
+    rounding = [optimizer_memory(SHARDS, OptimizerMode(aware, 1.0)).host["pinned rounding"] for aware in (False, True)]
     gaps = [64 - 40, 128 - 120, 128 - 80]  # of 4 bytes a value
     assert rounding == [2 * sum(gaps), 2 * gaps[0] + gaps[1] + gaps[2]]
     assert [power_of_two(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
