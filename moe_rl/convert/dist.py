@@ -13,8 +13,7 @@ import json
 import os
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,10 +46,10 @@ class _Chunk(NamedTuple):
 
 
 class DistReader:
-    """Reads boxes of the tensors of a dist-checkpoint."""
+    """Reads boxes of the tensors of a dist-checkpoint; `check` is called with the name of each file before it is read."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, check: Callable[[str], None] | None = None) -> None:
+        self.root, self._check, self._checked = root, check, set[str]()
         metadata = FileSystemReader(str(root)).read_metadata()
         self.dtypes: dict[str, torch.dtype] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -144,6 +143,9 @@ class DistReader:
     def _numbers(self, key: str, chunk: _Chunk) -> int:
         """First byte of a chunk's numbers in its file."""
         info = chunk.info
+        if self._check is not None and info.relative_path not in self._checked:
+            self._check(info.relative_path)
+            self._checked.add(info.relative_path)
         place = (info.relative_path, info.offset)
         if place not in self._places:
             path = self.root / info.relative_path
@@ -191,8 +193,8 @@ class _Window(io.RawIOBase):
 class DistValues:
     """Values of released tensors out of a dist-checkpoint."""
 
-    def __init__(self, root: Path, slots: Sequence[Slot]) -> None:
-        self._reader = DistReader(root)
+    def __init__(self, root: Path, slots: Sequence[Slot], check: Callable[[str], None] | None = None) -> None:
+        self._reader = DistReader(root, check)
         self._slots: dict[str, Slot] = {block.name: slot for slot in slots for block in slot.blocks}
         self._held: OrderedDict[str, torch.Tensor] = OrderedDict()
 
@@ -229,14 +231,12 @@ class DistValues:
         return self._held[slot.name]
 
 
-def changed_files(root: Path, workers: int = 1) -> list[str]:
-    """The files of a dist-checkpoint that are not those whose SHA-256 was recorded."""
+def changed_files(root: Path, names: Iterable[str] | None = None) -> list[str]:
+    """The files of a dist-checkpoint (or those named) that are not the ones whose SHA-256 was recorded."""
     from moe_rl.engine.hashed import sha256
 
     recorded = json.loads((root / DIST_DIGESTS).read_text())
-    with ThreadPoolExecutor(workers) as pool:  # hashing lets go of Python's lock
-        found = pool.map(lambda name: sha256(root / name), recorded)
-        return [n for n, d in zip(recorded, found, strict=True) if d != recorded[n]]
+    return [name for name in (recorded if names is None else names) if sha256(root / name) != recorded.get(name)]
 
 
 class Chunk(NamedTuple):

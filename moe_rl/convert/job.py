@@ -1,7 +1,8 @@
 """A conversion from start to end: processes, progress, what is kept for a second call, and the rename at the end.
 
 Beside the target stands `.NAME.converting/` while the work is going on: `job.json` (what was asked of which source), `done/`
-(a record of each finished file, with its SHA-256) and `out/`, which takes the target's name once it is whole.
+(a record of each finished file, with its SHA-256), `checked/` (the source's files held against their digests) and `out/`,
+which takes the target's name once it is whole.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl.convert.dist import changed_files
 from moe_rl.convert.plan import CARRIED, Plan, Request, Unit, carried_pieces, make_plan
 from moe_rl.convert.work import Done, Worker, peak_bytes, run_in_process, start_process
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_config
-from moe_rl.models.headers import DIST_DIGESTS, INDEX, broken
+from moe_rl.models.headers import DIST_DIGESTS, INDEX
 from moe_rl.models.load import TOKENIZER_FILES, copy_files
 
 _GB = 1e9
@@ -98,10 +98,6 @@ def convert(
         reused = _take_over(work, request, restart)
         out = work / "out"
         out.mkdir(exist_ok=True)
-        if plan.source_kind == "dist":
-            changed = changed_files(source, workers)
-            if changed:
-                raise broken(source, [f"{name} is not the file that was saved" for name in changed])
         done = {n: d for n, unit in enumerate(plan.units) if (d := reused(n, unit))}
         again = len(done)
         _check_disk(plan, done, work)
@@ -182,8 +178,8 @@ def _take_over(work: Path, request: Request, restart: bool) -> Callable[[int, Un
             "Repeat the first call to finish it, or add --restart to drop it.",
         )
     if before is None:
-        shutil.rmtree(done, ignore_errors=True)
-        shutil.rmtree(work / "out", ignore_errors=True)
+        for before_it in (done, work / "out", work / "checked"):
+            shutil.rmtree(before_it, ignore_errors=True)
         _write(file, json.dumps(job, indent=1).encode())
     done.mkdir(exist_ok=True)
 
@@ -239,8 +235,8 @@ def _check_disk(plan: Plan, done: dict[int, Done], work: Path) -> None:
 def _run(
     plan: Plan, numbers: set[int], out: Path, work: Path, workers: int, tell: Callable[[str], None]
 ) -> Iterator[tuple[int, Done]]:
-    """(number, result) of each unit, as they are finished; the largest are begun first."""
-    order = sorted(numbers, key=lambda n: (-plan.units[n].nbytes, n))
+    """(number, result) of each unit, as they are finished; in their order, so that neighbours read the same files."""
+    order = sorted(numbers)
     progress = _Progress(sum(plan.units[n].nbytes for n in order), tell)
     try:
         if workers <= 1:

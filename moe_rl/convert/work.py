@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from moe_rl.convert import keep
-from moe_rl.convert.dist import DistValues, write_file
-from moe_rl.convert.plan import AS_STORED, Plan, Unit
+from moe_rl.convert.dist import DistValues, changed_files, write_file
+from moe_rl.convert.plan import AS_STORED, CARRIED, Plan, Unit
 from moe_rl.convert.slots import Slot
 from moe_rl.convert.tensors import ShardFile
 from moe_rl.models import codec
@@ -53,7 +53,11 @@ class Worker:
         self._extras = {entry.name for entry in plan.extras}
         self._reader = Reader(plan.request.source, plan.stored)
         self._origin = Reader(plan.origin, plan.origin_stored) if plan.origin else None
-        self._values = DistValues(plan.request.source, plan.slots) if plan.source_kind == "dist" else None
+        self._values: DistValues | None = None
+        if plan.source_kind == "dist":
+            self._values = DistValues(plan.request.source, plan.slots, self._check)
+            for file in sorted(plan.request.source.glob(f"{CARRIED}/*.safetensors")):
+                self._check(f"{CARRIED}/{file.name}")
         self._dtype = torch_dtype(plan.dtype)
         self._kept = self._blocks = 0
 
@@ -75,6 +79,18 @@ class Worker:
 
             digest = sha256(path)
         return Done(unit.file, path.stat().st_size, digest, results, self._kept, self._blocks, peak_bytes())
+
+    def _check(self, file: str) -> None:
+        """UserError if a file of the source dist-checkpoint is not the one that was saved; once for all processes.
+
+        Right before it is read: it then comes from the page cache, and files that nothing is read from are left alone.
+        """
+        mark = self.root.parent / "checked" / file
+        if not mark.exists():
+            if changed_files(self.plan.request.source, [file]):
+                raise broken(self.plan.request.source, [f"{file} is not the file that was saved"])
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
 
     # ---------------------------------------------------------------------------------------------------------- values
     def _rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
