@@ -44,7 +44,7 @@ def _quantised(rank: int, world: int, port: int) -> dict[str, Any]:
         with torch.enable_grad():
             function(DistributedOptimizer, ranges, {param: (0, "buffer", 0)}, [group], config)
         shard = group["orig_group"]["params"][0]
-        expected = param.dequantize().detach().float().reshape(-1)[100:300]
+        expected = param.dequantize(dtype=torch.float32).detach().reshape(-1)[100:300]
         try:
             torch.optim.AdamW([shard])
             error = ""
@@ -101,5 +101,5 @@ def test_real_kernels_get_lists_of_one_dtype() -> None:
     out = run_ranks(_mixed, 1)[0]
     print(out)
     assert out["patched norm"] == pytest.approx(out["exact"], rel=1e-6) and out["patched clip"] == [True] * 4
-    assert isinstance(out["original norm"], str) or abs(out["original norm"] / out["exact"] - 1) > 1e-2
+    assert isinstance(out["original norm"], str) or abs(out["original norm"] / out["exact"] - 1) > 1e-4
     assert out["original clip"] != [True] * 4
