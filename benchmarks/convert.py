@@ -1,9 +1,10 @@
 """How fast `moe-rl convert` is, against the same bytes read and written raw by safetensors, in one run on this machine.
 
-A released checkpoint of random codes is made, turned into a dist-checkpoint (PP2 x EP2) and back, by the command itself. The
-raw figure reads every tensor of the source by safetensors and writes as many bytes as the target has, in files of the same
-size, in one process and in as many as the command uses. All force their files to disk, and have the page cache drop the
-source first. Seconds of the command are from its start to its end, Python's imports and the digests of all files included.
+A released checkpoint of random codes is made, turned into a dist-checkpoint (PP2 x EP2) and back, by the command
+itself. The raw figure reads every tensor of the source by safetensors and writes as many bytes as the target has, in
+files of the same size, in one process and in as many as the command uses. All force their files to disk, and have the
+page cache drop the source first. Seconds of the command are from its start to its end, Python's imports and the digests
+of all files included.
 
     python benchmarks/convert.py [--gb 8.5] [--workers 2] [--scratch DIR]      needs 6 times as much free disk
 """

@@ -1,7 +1,8 @@
 """`moe-rl audit`: every tensor of a checkpoint accounted for, and every rank of a layout.
 
-Of a directory: each tensor on disk belongs to one place of the model, each place of the model has its tensors, in the right
-shape and dtype. Of a layout: the chunks that all its ranks build hold together the whole model, no gap, no overlap.
+Of a directory: each tensor on disk belongs to one place of the model, each place of the model has its tensors, in the
+right shape and dtype. Of a layout: the chunks that all its ranks build hold together the whole model, no gap, no
+overlap.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Released-layout DeepSeek-V4 checkpoints of any size, made of random codes and scales, and what they mean in numbers.
 
-Bytes are drawn, not encoded, so that they hold what an encoder of ours would never choose: codes under a larger scale than
-needed, negative zeros, blocks of zeros under any scale, scales at the end of the range. Names and shapes are written out
-here once more, apart from the weight table.
+Bytes are drawn, not encoded, so that they hold what an encoder of ours would never choose: codes under a larger scale
+than needed, negative zeros, blocks of zeros under any scale, scales at the end of the range. Names and shapes are
+written out here once more, apart from the weight table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """megatron dist-checkpoints without their ranks: values out of one, and the files of a new one.
 
-The format is torch's (torch.distributed.checkpoint): `.metadata` lists for each key its chunks and where each lies, as what
-torch.save made of it, in one of the `*.distcp` files. `torch.save` is a zip that holds the numbers uncompressed, so that
-rows can be read out of the middle.
+The format is torch's (torch.distributed.checkpoint): `.metadata` lists for each key its chunks and where each lies, as
+what torch.save made of it, in one of the `*.distcp` files. `torch.save` is a zip that holds the numbers uncompressed,
+so that rows can be read out of the middle.
 """
 
 from __future__ import annotations

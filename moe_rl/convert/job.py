@@ -1,8 +1,8 @@
 """A conversion from start to end: processes, progress, what is kept for a second call, and the rename at the end.
 
-Beside the target stands `.NAME.converting/` while the work is going on: `job.json` (what was asked of which source), `done/`
-(a record of each finished file, with its SHA-256), `checked/` (the source's files held against their digests) and `out/`,
-which takes the target's name once it is whole.
+Beside the target stands `.NAME.converting/` while the work is going on: `job.json` (what was asked of which source),
+`done/` (a record of each finished file, with its SHA-256), `checked/` (the source's files held against their digests)
+and `out/`, which takes the target's name once it is whole.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def convert(
     MiB; the first process the list of all tensors.
 
     Raises:
-        UserError: the target exists, the source is broken, what is asked for is not possible, or another conversion to the
+        UserError: the target exists, the source is broken, what is asked for is not possible, or another conversion to
+        the
             same target was left unfinished.
         RunFailed: the disk is full, or a process died. What is finished is kept for a second call.
     """

@@ -1,9 +1,9 @@
 """Blocks that nobody changed keep the scale, and so the bytes, that the released checkpoint gave them.
 
-A block's values do not determine its scale: codes up to 3 under a scale are the same numbers as codes up to 6 under half of
-it, and float32 scales are rounded away by bf16. So an encoder alone cannot bring back the released bytes. Where the
-released scale is known, the codes that give exactly the values at hand are read off; if there are none, the block has
-changed and is the encoder's.
+A block's values do not determine its scale: codes up to 3 under a scale are the same numbers as codes up to 6 under
+half of it, and float32 scales are rounded away by bf16. So an encoder alone cannot bring back the released bytes. Where
+the released scale is known, the codes that give exactly the values at hand are read off; if there are none, the block
+has changed and is the encoder's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def released_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
 def _codes(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for blocks [N, 32] under scales uint8 [N] of 2 and more.
 
-    Counted in half binades from half the scale on, 0.5 is number 0, and 1, 1.5, 2, 3, 4, 6 are numbers 2 to 7: their codes.
+    Counted in half binades from half the scale on, 0.5 is number 0, and 1, 1.5, 2, 3, 4, 6 are numbers 2 to 7: their
+    codes.
     """
     word, mantissa = _WORD[blocks.dtype]
     top = torch.iinfo(word).bits - 1

@@ -1,8 +1,8 @@
 """Where each value of a released tensor lies in a megatron dist-checkpoint: read off the model code itself.
 
 The model is built on the meta device as one rank. Its weight table says which views of which parameters the released
-tensors are, its `sharded_state_dict` under which key and at which offset each part of a parameter is stored. Both speak of
-the same storages, so neither needs to know the other's names.
+tensors are, its `sharded_state_dict` under which key and at which offset each part of a parameter is stored. Both speak
+of the same storages, so neither needs to know the other's names.
 """
 
 from __future__ import annotations

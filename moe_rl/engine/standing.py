@@ -29,7 +29,8 @@ class Layout:
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """torch.distributed and megatron-core's groups for a world of this process, over no network; on a CPU with its shim.
+    """torch.distributed and megatron-core's groups for a world of this process, over no network; on a CPU with its
+    shim.
 
     Where they are up already they are left as they are.
     """

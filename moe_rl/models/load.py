@@ -38,7 +38,8 @@ def check_released(path: str | Path, table: WeightTable) -> tuple[dict[str, Stor
     Returns the place of each of its tensors, the passed over ones included, and how it stores its weights.
 
     Raises:
-        UserError: as `headers.read_headers`; or tensors missing, extra, of another shape or dtype, all listed; or weights of which
+        UserError: as `headers.read_headers`; or tensors missing, extra, of another shape or dtype, all listed; or
+        weights of which
             some are quantised and others are not.
     """
     stored, problems = scan_headers(path)
@@ -58,8 +59,9 @@ def check_released(path: str | Path, table: WeightTable) -> tuple[dict[str, Stor
 def load_released(path: str | Path, parts: Parts, table: WeightTable) -> None:
     """Copy a checkpoint's tensors into live blocks (`WeightTable.trainer_parts` and its like), rows at a time.
 
-    Released (FP8, MXFP4) weights are decoded on the way; some 16 MiB of values are in hand at a time. Only the rows that the
-    blocks ask for are read. Floating dtypes are rounded to the block's; integers are expert indices and are checked.
+    Released (FP8, MXFP4) weights are decoded on the way; some 16 MiB of values are in hand at a time. Only the rows
+    that the blocks ask for are read. Floating dtypes are rounded to the block's; integers are expert indices and are
+    checked.
 
     Raises:
         UserError: as `check_released`; or a value is not finite, or no expert.

@@ -1,9 +1,9 @@
 """How released checkpoints store a weight: as it is, or as FP8 or MXFP4 with block scales beside it. Torch-free.
 
 FP8: `X.weight` F8_E4M3 [out, in] and `X.scale` [ceil(out/128), ceil(in/128)], one scale for a block of 128 x 128.
-MXFP4: `X.weight` bytes [out, in/2], two E2M1 codes each, low nibble first, and `X.scale` F8_E8M0 [out, in/32], one scale
-for 32 values of a row (OCP Microscaling Formats, v1.0). Names and dtypes are those that vLLM's DeepSeek-V4 loader reads;
-checkpoints with FP4 experts have E8M0 scales throughout, those with FP8 experts float32 ones.
+MXFP4: `X.weight` bytes [out, in/2], two E2M1 codes each, low nibble first, and `X.scale` F8_E8M0 [out, in/32], one
+scale for 32 values of a row (OCP Microscaling Formats, v1.0). Names and dtypes are those that vLLM's DeepSeek-V4 loader
+reads; checkpoints with FP4 experts have E8M0 scales throughout, those with FP8 experts float32 ones.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Piece(NamedTuple):
 class Wire:
     """How one checkpoint stores the rows that its family quantises.
 
-    `linears` and `experts` are "fp8", "mxfp4" or "" (as they are) for the rows marked fp8 and mxfp4; `scale` is the dtype
-    of the FP8 blocks' scales, `packed` that of the MXFP4 bytes.
+    `linears` and `experts` are "fp8", "mxfp4" or "" (as they are) for the rows marked fp8 and mxfp4; `scale` is the
+    dtype of the FP8 blocks' scales, `packed` that of the MXFP4 bytes.
     """
 
     linears: str = ""
