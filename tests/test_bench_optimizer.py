@@ -285,10 +285,10 @@ def test_a_command_that_ends(tmp_path):
 
 @pytest.mark.parametrize("cut", ["timed out", "interrupted"])
 def test_a_command_that_is_cut_leaves_no_process(tmp_path, monkeypatch, cut):
-    monkeypatch.setattr(process, "CLEAR_S", 0.5)
+    monkeypatch.setattr(process, "CLEAR_S", 5.0)
     began = time.monotonic()
-    wait = 2.0 if cut == "timed out" else 60.0
-    ended, said = watched(tmp_path, PARENT, wait, lambda: wait == 60.0 and time.monotonic() - began > 2.0)
+    wait = 6.0 if cut == "timed out" else 60.0
+    ended, said = watched(tmp_path, PARENT, wait, lambda: wait == 60.0 and time.monotonic() - began > 6.0)
     children = [int(word) for word in said if word.isdigit()]
     assert (ended.cut, len(children)) == (cut, 2) and "KeyboardInterrupt" in said
     assert optimizer._status(ended) == cut and not any(alive(pid) for pid in children)

@@ -55,7 +55,7 @@ def test_ones_own_task_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_option_and_file_it_names_exists(capsys: pytest.CaptureFixture[str]):
-    for command in ("train", "score", "report", "explain", "doctor", "bench optimizer"):
+    for command in ("train", "score", "report", "explain", "doctor", "convert", "audit", "bench optimizer"):
         assert run([*command.split(), "--help"]) == 0
     helps = capsys.readouterr().out
     listed = block("## The command")
