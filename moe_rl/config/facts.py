@@ -15,6 +15,7 @@ class ModelFacts:
     `weight_files` counts the files of weights, safetensors or of a dist-checkpoint (0: the directory holds no weights),
     and `num_parameters` the values of the whole model, buffers included. What tensor parallelism must divide: the
     key-value heads, the width `ffn_size` of feed-forward layers and `expert_size` of an expert (0: the model has none).
+    `experts_format` and `linears_format` say how releases (and rollouts) store them: "mxfp4", "fp8" or "" (as they are).
     """
 
     family: str
@@ -35,3 +36,5 @@ class ModelFacts:
     num_kv_heads: int = 1
     ffn_size: int = 0
     expert_size: int = 0
+    experts_format: str = ""
+    linears_format: str = ""

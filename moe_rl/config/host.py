@@ -48,3 +48,11 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def has_cpu_flag(flag: str) -> bool:
+    """Whether the kernel lists a feature (``amx_tile``) of this machine's CPU."""
+    try:
+        return f" {flag}" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False

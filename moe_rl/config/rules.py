@@ -14,6 +14,7 @@ from moe_rl.errors import UserError
 
 from . import host
 from .facts import ModelFacts
+from .kernels import kernel_problems
 from .layout import default_stages, validate_stages
 from .load import value_problems
 from .optimizer_rules import optimizer_modes
@@ -43,6 +44,7 @@ def check(
     if facts is not None:
         for facts_rule in (_lengths, _tokenizer):
             problems += facts_rule(config, facts)
+        problems += [_problem(config, *found) for found in kernel_problems(config, facts)]
         if run_dir is not None:
             problems += _disk(config, facts, run_dir)
     return problems

@@ -24,6 +24,18 @@ PATCHES = (  # of moe_patches, which this package does not import; a test holds 
     "fused_masters",
 )
 
+MOE_BACKENDS = (  # of kernels.py, which says what runs where
+    "marlin",
+    "deep_gemm",
+    "triton",
+    "triton_unfused",
+    "flashinfer_trtllm",
+    "flashinfer_cutlass",
+    "humming",
+    "emulation",
+)
+LINEAR_BACKENDS = ("deep_gemm", "triton", "marlin", "humming")
+
 
 def key(
     default: Any,
@@ -169,6 +181,14 @@ class RolloutConfig:
     top_k: int = key(0, "Top-k sampling; only 0 (off) is accepted in training.", low=0)
     batch_size: int = key(256, "Sequences a replica decodes at once.", unit="sequences", low=1)
     timeout_s: float = key(600.0, "A rollout of one step that takes longer ends the run.", unit="s", above=0)
+    moe_backend: str = key(
+        "auto",
+        "vLLM's kernel for quantised experts; `auto` is vLLM's choice, as it always is for unquantised ones.",
+        choices=("auto", *MOE_BACKENDS),
+    )
+    linear_backend: str = key(
+        "auto", "vLLM's kernel for quantised linears; `auto` is vLLM's choice.", choices=("auto", *LINEAR_BACKENDS)
+    )
 
 
 @dataclass
@@ -301,6 +321,11 @@ class ClusterConfig:
     nodes: int = key(1, "Machines of the trainer.", low=1)
     gpus_per_node: int = key(
         1, "Trainer ranks per machine: GPUs, or processes where engine.device is cpu.", unit="ranks", low=1
+    )
+    gpu_arch: str = key(
+        "",
+        "Architecture of the rollouts' GPUs, for the rules on kernels; empty: not known, and not judged.",
+        choices=("", "sm80", "sm90", "sm100", "sm103", "sm120"),
     )
     object_store_gib: float = key(
         1.0, "Shared memory for weights in flight between trainer and rollout.", unit="GiB", above=0

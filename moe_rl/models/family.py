@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_rl.config.facts import ModelFacts
 from moe_rl.errors import UserError
+from moe_rl.models.wire import PLAIN, Wire
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,8 @@ def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
             )
     chosen = get_family(family)
     arch = chosen.read_arch(path)
+    table = chosen.weight_table(arch)
+    wire = Wire.released(config) if any(row.quant for row in table.rows) else PLAIN
     return ModelFacts(
         family=chosen.name,
         path=str(path),
@@ -257,7 +260,9 @@ def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
         supports_tp=chosen.supports_tp,
         tp_reason=chosen.tp_reason,
         weight_files=sum(len(list(Path(path).glob(kind))) for kind in ("*.safetensors", "*.distcp")),
-        num_parameters=sum(spec.numel for spec in chosen.weight_table(arch).expected().values()),
+        num_parameters=sum(spec.numel for spec in table.expected().values()),
+        experts_format=wire.experts,
+        linears_format=wire.linears,
         **chosen.facts(arch),
     )
 

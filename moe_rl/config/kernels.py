@@ -1,0 +1,91 @@
+"""Which of vLLM's kernels runs quantised weights on which GPU, and the rule that says so before a node is taken.
+
+Read from vLLM 0.25.1 and 0.29.0 (`_supports_current_device` of the experts' classes, `is_supported` of the linears');
+tests/test_vllm_judge.py asks both versions again. A kernel may need a package of its own beside the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import host
+from .facts import ModelFacts
+from .schema import Config
+
+GPUS = {
+    "sm80": "A100",
+    "sm90": "H100, H200",
+    "sm100": "B200, GB200",
+    "sm103": "B300, GB300",
+    "sm120": "RTX 6000 Blackwell",
+}
+_ALL = frozenset(GPUS)
+_HOPPER_ON, _BLACKWELL, _TO_100 = _ALL - {"sm80"}, _ALL & {"sm100", "sm103"}, _ALL - {"sm80", "sm120"}
+
+EXPERTS: dict[str, dict[str, frozenset[str]]] = {  # format of the weights -> --moe-backend -> GPUs
+    "mxfp4": {
+        "marlin": _ALL,
+        "deep_gemm": _HOPPER_ON - {"sm90"},
+        "triton": _TO_100,
+        "triton_unfused": _TO_100,
+        "flashinfer_trtllm": _BLACKWELL,
+        "flashinfer_cutlass": _HOPPER_ON,
+        "humming": _ALL,
+        "emulation": _ALL,
+    },
+    "fp8": {  # blocks of 128 x 128
+        "marlin": _ALL,
+        "deep_gemm": _HOPPER_ON,
+        "triton": _HOPPER_ON,
+        "flashinfer_trtllm": _BLACKWELL,
+        "flashinfer_cutlass": frozenset({"sm90"}),
+        "humming": _ALL,
+    },
+}
+LINEARS: dict[str, dict[str, frozenset[str]]] = {  # likewise, --linear-backend
+    "fp8": {
+        "deep_gemm": _HOPPER_ON,
+        "triton": _ALL,
+        "marlin": frozenset({"sm80"}),
+        "humming": _ALL,
+    }
+}
+Found = tuple[str, str, str, str, str]
+"""Rule, keys divided by spaces, what, why, fix."""
+
+
+def kernel_problems(config: Config, facts: ModelFacts) -> Iterator[Found]:
+    """Kernels that vLLM does not have for the model's quantised weights, or not for this GPU; silent for other engines."""
+    if config.rollout.engine != "vllm":
+        return
+    if host.resolve_device(config.engine.device) == "cpu":
+        if facts.experts_format and not host.has_cpu_flag("amx_tile"):
+            yield (
+                "rollout.kernels",
+                "rollout.engine engine.device",
+                f"vLLM runs {facts.experts_format.upper()} experts on no CPU without AMX, and this one has none",
+                "Its operators for them exist in the AMX build alone: loading the model fails.",
+                "Use rollout.engine=transformers on this machine.",
+            )
+        return
+    for key, form, table, thing in (
+        ("rollout.moe_backend", facts.experts_format, EXPERTS, "experts"),
+        ("rollout.linear_backend", facts.linears_format, LINEARS, "linears"),
+    ):
+        backend, arch = config.get(key), config.cluster.gpu_arch
+        if not form or backend == "auto":
+            continue
+        runs = {name: where for name, where in table[form].items() if not arch or arch in where}
+        fix = f"Set {key} to one of {', '.join(runs)}."
+        if backend not in table[form]:
+            what = f"{key} {backend} has no kernel for {form.upper()} {thing}"
+            yield "rollout.kernels", key, what, "vLLM would fail while it loads the model.", fix
+        elif backend not in runs:
+            yield (
+                "rollout.kernels",
+                f"{key} cluster.gpu_arch",
+                f"{key} {backend} runs {form.upper()} {thing} on {', '.join(sorted(table[form][backend]))},"
+                f" not on {arch} ({GPUS[arch]})",
+                "vLLM would fail on every GPU while it loads the model.",
+                fix,
+            )
