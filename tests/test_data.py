@@ -24,7 +24,7 @@ class Keys:
     answer_key: str = "auto"
     template: str = "{question}"
     max_prompt: int = 64
-    chat_template: bool = False
+    chat_template: str = "none"
 
 
 class Bytes:
@@ -38,6 +38,8 @@ class Bytes:
 
 class ChatBytes(Bytes):
     def apply_chat(self, messages: list[dict[str, str]]) -> str:
+        if messages[0]["role"] == "bad":
+            raise ValueError("no bad")
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
 
@@ -100,12 +102,17 @@ class TestRead:
 
     def test_chat(self):
         rows = [{"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}], "answer": "1"}]
-        (record,) = read(rows, chat_template=True, tokenizer=ChatBytes(), template="[{question}]")
+        (record,) = read(rows, chat_template="tokenizer", tokenizer=ChatBytes(), template="[{question}]")
         assert record.prompt_text == "<system>S<user>[Q]"
-        (record,) = read([{"question": "Q", "answer": "1"}], chat_template=True, tokenizer=ChatBytes())
+        (record,) = read([{"question": "Q", "answer": "1"}], chat_template="tokenizer", tokenizer=ChatBytes())
         assert record.prompt_text == "<user>Q"
-        assert "no chat template" in str(refusal([{"question": "Q", "answer": "1"}], chat_template=True))
+        (record,) = read([{"messages": rows[0]["prompt"][1:], "answer": "1"}])
+        assert record.prompt_text == "Q"
         assert "2 chat messages" in str(refusal(rows))
+        refused = refusal(
+            [{"prompt": [{"role": "bad", "content": "Q"}], "answer": "1"}], chat_template="auto", tokenizer=ChatBytes()
+        )
+        assert refused.rule == "data.record" and "prompt: no bad" in refused.why
 
 
 class TestRefuse:
@@ -114,7 +121,7 @@ class TestRefuse:
             ('{"question": "1", "answer": ', "is not JSON"),
             ("[1, 2]", "is a JSON list"),
             ({"question": "1"}, "has no field answer or reward_model.ground_truth; it has question"),
-            ({"answer": "1"}, "has no field question or prompt; it has answer"),
+            ({"answer": "1"}, "has no field question or prompt or messages; it has answer"),
             ({"question": " ", "answer": "1"}, "question is empty"),
             ({"question": None, "answer": "1"}, "question is null"),
             ({"question": 5, "answer": "1"}, "question is of type int"),

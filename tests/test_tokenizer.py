@@ -43,15 +43,17 @@ def test_ids_and_text_are_transformers(directory):
     from transformers import AutoTokenizer
 
     theirs, ours = AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    chat = load_tokenizer(directory, "tokenizer")
     for text in ("", "abcabx", "sort 4215=", "naïve – 漢字 🙂\n\t", "a</s>b"):
         ids = ours.encode(text)
         assert ids == theirs.encode(text)
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text.replace("</s>", "")
     messages = [{"role": "user", "content": "x > 1"}, {"role": "assistant", "content": "é"}]
-    text = ours.apply_chat(messages)
+    text = chat.apply_chat(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours.encode(text) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert chat.encode(text) == ours.encode(text) and chat.encode("a") == theirs.encode("a", add_special_tokens=False)
     assert ours.encode(text).count(ours.bos_id) == 1
 
 
@@ -66,16 +68,15 @@ def test_bytes_that_are_no_text_decode_to_the_replacement_character(directory):
     assert tokenizer.decode([first]) == "\ufffd"
 
 
-def test_without_a_chat_template_there_is_no_apply_chat(directory):
-    (directory / "tokenizer_config.json").write_text("{}")
-    assert not hasattr(load_tokenizer(directory), "apply_chat")
+def test_a_template_may_be_a_file_of_its_own(directory):
     (directory / "chat_template.jinja").write_text("{{ messages[0]['content'] | tojson }}")
-    assert load_tokenizer(directory).apply_chat([{"role": "user", "content": "<é>"}]) == '"<é>"'
+    assert not hasattr(load_tokenizer(directory), "apply_chat")
+    assert load_tokenizer(directory, "auto").apply_chat([{"role": "user", "content": "<é>"}]) == '"<é>"'
 
 
 def test_a_template_that_refuses_is_the_users_error(directory):
     with pytest.raises(UserError, match="no bad"):
-        load_tokenizer(directory).apply_chat([{"role": "bad", "content": ""}])
+        load_tokenizer(directory, "auto").apply_chat([{"role": "bad", "content": ""}])
 
 
 def test_faults_of_the_files_are_named(directory):

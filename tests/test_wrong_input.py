@@ -220,8 +220,15 @@ CASES = [
     Case(
         "a chat template that raises",
         "data.chat_template",
-        "data.chat_template=true",
+        "data.chat_template=tokenizer",
         edit=rewrite_json("model/tokenizer_config.json", chat_template="{{ 1 / 0 }}"),
+    ),
+    Case("a chat format that the tokenizer does not have", "data.chat_template", "data.chat_template=auto"),
+    Case(
+        "a chat whose end does not end a completion",
+        "data.stop_token",
+        "data.chat_template=auto",
+        edit=rewrite_json("model/tokenizer_config.json", chat_template="{{ messages[0].content }}"),
     ),
     Case("an unknown verifier", "reward.name", "reward.name=last_numbr", says="last_number"),
     Case("an argument the verifier does not have", "reward.args", "reward.args.buffer=3"),

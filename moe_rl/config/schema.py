@@ -229,14 +229,22 @@ class DataConfig:
     prompts_per_step: int = key(
         16, "Prompts of one step; the batch has prompts_per_step * rollout.n samples.", unit="prompts", low=1
     )
-    prompt_key: str = key("auto", "Field of a record that holds the prompt; `auto` tries `question`, then `prompt`.")
+    prompt_key: str = key(
+        "auto", "Field of a record that holds the prompt; `auto` tries `question`, `prompt`, `messages`."
+    )
     answer_key: str = key(
         "auto", "Field that holds the answer; `auto` tries `answer`, then `reward_model.ground_truth`."
     )
     template: str = key("{question}", "Text the model is given; {question} stands for the prompt.")
     shuffle: bool = key(True, "Shuffle the prompts anew each epoch, by (trainer.seed, epoch).")
     max_prompt: int = key(64, "Longest prompt; a longer one is refused before training.", unit="tokens", low=1)
-    chat_template: bool = key(False, "Render the prompt through the tokenizer's chat template.")
+    chat_template: str = key(
+        "none",
+        "How a prompt becomes a chat: by the `tokenizer`'s template, in `deepseek_v4`'s own encoding, or `auto`: the first"
+        " where there is one, else the second. `none`: the text as it stands.",
+        choices=("none", "auto", "tokenizer", "deepseek_v4"),
+    )
+    enable_thinking: bool = key(True, "Answers of a chat begin with reasoning, where its format knows it.")
 
 
 @dataclass

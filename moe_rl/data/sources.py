@@ -7,20 +7,26 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from moe_rl.errors import UserError
 
-PROMPT_KEYS = ("question", "prompt")
+PROMPT_KEYS = ("question", "prompt", "messages")
 ANSWER_KEYS = ("answer", "reward_model.ground_truth")
 GENERATED = "reasoning_gym:"
 SHOWN = 10  # malformed records listed in one message
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer here. With data.chat_template it also has ``apply_chat(messages) -> str``."""
+    """What is asked of a tokenizer here."""
 
     def encode(self, text: str) -> list[int]: ...
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """What is asked of it where data.chat_template is not none. ValueError says why messages cannot be rendered."""
+
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
 
 
 class DataConfig(Protocol):
@@ -30,7 +36,7 @@ class DataConfig(Protocol):
     answer_key: str
     template: str
     max_prompt: int
-    chat_template: bool
+    chat_template: str
 
 
 @dataclass(frozen=True)
@@ -282,18 +288,14 @@ def _prompt_text(key: str, prompt: Any, data: DataConfig, tokenizer: Tokenizer) 
     if not messages or not messages[-1]["content"].strip():
         raise _Unusable(f"{key} is empty")
     question = data.template.replace("{question}", messages[-1]["content"])
-    if not data.chat_template:
+    if data.chat_template == "none":
         if len(messages) > 1:
-            raise _Unusable(f"{key} holds {len(messages)} chat messages, which need data.chat_template=true")
+            raise _Unusable(f"{key} holds {len(messages)} chat messages, which need data.chat_template=auto")
         return question
-    if not hasattr(tokenizer, "apply_chat"):
-        raise UserError(
-            "data.chat_template",
-            "data.chat_template is on, but the model's tokenizer has no chat template",
-            "",
-            "set data.chat_template=false and write the format into data.template",
-        )
-    return tokenizer.apply_chat([dict(m) for m in messages[:-1]] + [{**messages[-1], "content": question}])
+    try:
+        return cast(ChatTokenizer, tokenizer).apply_chat([*messages[:-1], {**messages[-1], "content": question}])
+    except ValueError as e:
+        raise _Unusable(f"{key}: {e}") from None
 
 
 def _answer_text(key: str, answer: Any) -> str:

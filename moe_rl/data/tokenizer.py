@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from moe_rl.data import chat
 from moe_rl.errors import UserError
 
 
@@ -39,57 +40,68 @@ class Tokenizer:
 
 
 class ChatTokenizer(Tokenizer):
-    """A tokenizer whose model directory has a chat template (jinja, as transformers renders it)."""
+    """A tokenizer of prompts that are chats. `apply_chat` gives a prompt's text, special tokens included."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[str, str | None], template: str) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special: Mapping[str, str | None], apply_chat: chat.Renderer
+    ) -> None:
         super().__init__(backend, special)
-        self._text = template
-        self._special = {name: text for name, text in special.items() if text is not None}
+        self.apply_chat = apply_chat
 
-    @cached_property
-    def _template(self) -> Any:
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.globals["raise_exception"] = _raise
-        environment.filters["tojson"] = _tojson
-        return environment.from_string(self._text)
-
-    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt's text for messages of `role` and `content`, up to where the assistant is to begin.
-
-        Raises:
-            UserError: the template is none, or refuses the messages.
-        """
-        try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
-        except Exception as error:  # a template is a program: it can raise anything
-            what = f"the model's chat template refuses a prompt: {type(error).__name__}: {error}"
-            raise UserError("data.chat_template", what, "", "set data.chat_template=false, or correct it") from None
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a chat's text, to which nothing is added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
 
 
-def _raise(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    """Plain JSON: jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, chat_template: str = "none", enable_thinking: bool = True) -> Tokenizer:
     """The tokenizer of a model directory: `tokenizer.json`, and the special tokens of `tokenizer_config.json`.
 
-    A special token that is named nowhere is looked up by the id in `config.json`. A directory with a chat template
-    gives a `ChatTokenizer`.
+    A special token that is named nowhere is looked up by the id in `config.json`. `chat_template=auto` takes the
+    template that comes with the tokenizer, or else DeepSeek-V4's encoding where the vocabulary has its tokens.
+
+    Args:
+        chat_template: `data.chat_template`; other than `none` it gives a `ChatTokenizer`.
+        enable_thinking: `data.enable_thinking`.
 
     Raises:
-        UserError: `tokenizer.json` is missing or damaged, or a special token is not in its vocabulary.
+        UserError: `tokenizer.json` is missing or damaged, a special token is not in its vocabulary, or the chat
+            template that is asked for is not there or does not fit the vocabulary.
     """
     root = Path(path)
+    backend = _backend(root)
+    settings = _json(root / "tokenizer_config.json")
+    special = _special_tokens(backend, settings, _json(root / "config.json"))
+    absent = {name: text for name, text in special.items() if text is not None and backend.token_to_id(text) is None}
+    if absent:
+        raise UserError(
+            "model.tokenizer",
+            f"{root}/tokenizer_config.json names tokens that tokenizer.json does not have: {absent}",
+            "they could never be read or written",
+            "use the two files that belong together",
+        )
+    if chat_template == "none":
+        return Tokenizer(backend, special)
+    template = _chat_template(root, settings)
+    unknown = [t for t in chat.DEEPSEEK_V4_TOKENS if len(backend.encode(t, add_special_tokens=False).ids) != 1]
+    if template is not None and chat_template != "deepseek_v4":
+        named = {name: text for name, text in special.items() if text is not None}
+        return ChatTokenizer(backend, special, chat.jinja_renderer(template, named, enable_thinking))
+    if not unknown and chat_template != "tokenizer":
+        special |= {"bos_token": chat.BOS, "eos_token": chat.EOS}
+        return ChatTokenizer(backend, special, partial(chat.encode_deepseek_v4, enable_thinking=enable_thinking))
+    why = {
+        "tokenizer": "Neither chat_template.jinja nor tokenizer_config.json holds a template.",
+        "deepseek_v4": f"Its encoding writes each of these as one token, and tokenizer.json does not: {' '.join(unknown)}",
+    }
+    raise UserError(
+        "data.chat_template",
+        f"data.chat_template={chat_template}: {root} has no such chat format",
+        " ".join(text for kind, text in why.items() if chat_template in (kind, "auto")),
+        "set data.chat_template=none and write the format into data.template, or use the tokenizer that has one",
+    )
+
+
+def _backend(root: Path) -> tokenizers.Tokenizer:
     file = root / "tokenizer.json"
     if not file.is_file():
         raise UserError(
@@ -101,18 +113,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError("model.tokenizer", f"{file} is not a tokenizer", str(error), "copy the file again") from None
     backend.no_padding()
     backend.no_truncation()
-    settings = _json(root / "tokenizer_config.json")
-    special = _special_tokens(backend, settings, _json(root / "config.json"))
-    absent = {name: text for name, text in special.items() if text is not None and backend.token_to_id(text) is None}
-    if absent:
-        raise UserError(
-            "model.tokenizer",
-            f"{root}/tokenizer_config.json names tokens that tokenizer.json does not have: {absent}",
-            "they could never be read or written",
-            "use the two files that belong together",
-        )
-    template = _chat_template(root, settings)
-    return Tokenizer(backend, special) if template is None else ChatTokenizer(backend, special, template)
+    return backend
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from moe_rl.config import Config, ModelFacts, preflight
 from moe_rl.config.rules import model_directory
 from moe_rl.data import Record, check_batch, check_overlap, load
 from moe_rl.data.tokenizer import Tokenizer, load_tokenizer
+from moe_rl.errors import UserError
 from moe_rl.models.family import get_family, read_facts, special_ids
 from moe_rl.rewards import describe as describe_verifier
 
@@ -52,10 +53,11 @@ def read_inputs(
     preflight(config, facts, run_dir=run_dir, own_data=own_data)
     family = get_family(facts.family)
     family.check_weights(config.model.path)
-    special_ids(config.model.path, facts.vocab_size)
+    ends, _ = special_ids(config.model.path, facts.vocab_size)
     describe_verifier(reward or config.reward.name, config.reward.args, config.rollout.max_response)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template, config.data.enable_thinking)
     records = load(config.data.train if dataset is None else dataset, config.data, tokenizer, "data.train")
+    _check_end(config, tokenizer, ends)
     check_batch(records, config.data.prompts_per_step)
     # a shipped recipe's validation set belongs to the recipe's own task
     if validation is None and not (own_data and config.origin("data.validation").startswith("recipe ")):
@@ -63,3 +65,15 @@ def read_inputs(
     held_out = load(validation, config.data, tokenizer, "data.validation") if validation else []
     check_overlap(records, held_out)
     return Inputs(facts, family.read_arch(config.model.path), tokenizer, records, held_out)
+
+
+def _check_end(config: Config, tokenizer: Tokenizer, ends: tuple[int, ...]) -> None:
+    """Raise UserError where a chat's answers would run on behind the token that ends them."""
+    if config.data.chat_template != "none" and tokenizer.eos_id is not None and tokenizer.eos_id not in ends:
+        raise UserError(
+            "data.stop_token",
+            f"an answer of a chat ends with token {tokenizer.eos_id}, which does not end a completion: the eos_token_id of"
+            f" {config.model.path} is {list(ends)} (data.chat_template from {config.origin('data.chat_template')})",
+            "Every completion would run to rollout.max_response.",
+            f"add {tokenizer.eos_id} to eos_token_id in generation_config.json",
+        )
