@@ -20,7 +20,9 @@ def test_an_exported_qwen3_moe_scores_in_vllm_as_in_the_engine(tmp_path):
     """bf16 -> dist of PP2 x EP2 -> exported; vLLM on the export against `moe-rl score` on the dist-checkpoint."""
     model = save_model(tmp_path / "model", "qwen3_moe", head_dim=32)
     assert run(["convert", str(model), str(tmp_path / "bf16"), "--to", "bf16"]) == 0
-    assert run(["convert", str(tmp_path / "bf16"), str(tmp_path / "dist"), "--to", "dist", "--layout", "pp=2,ep=2"]) == 0
+    assert (
+        run(["convert", str(tmp_path / "bf16"), str(tmp_path / "dist"), "--to", "dist", "--layout", "pp=2,ep=2"]) == 0
+    )
     assert run(["convert", str(tmp_path / "dist"), str(tmp_path / "out"), "--to", "released"]) == 0
     rng = np.random.default_rng(5)
     tokens = [rng.integers(0, VOCAB, size).tolist() for size in (40, 2, 17, 90)]

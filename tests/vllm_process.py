@@ -1,6 +1,6 @@
 """A process of its own that scores tokens with vLLM: the CPU shim of megatron-core must not be where vLLM is.
 
-    python -m tests.vllm_process MODEL TOKENS OUT      (files as `moe-rl score` reads and writes them)
+python -m tests.vllm_process MODEL TOKENS OUT      (files as `moe-rl score` reads and writes them)
 """
 
 from __future__ import annotations
