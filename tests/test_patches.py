@@ -51,6 +51,7 @@ def targets() -> dict[str, Any]:
         "reload": distributed._copy_model_params_to_main_params,
         "masters": hybrid._update_fp32_params_by_new_state,
         "gradients": hybrid._set_sub_optimizer_grads,
+        "step": hybrid._sync_sub_optimizers_state_to_hdo,
         "norm": clip_grads.get_grad_norm_fp32,
         "clip": clip_grads.clip_grad_by_total_norm_fp32,
         "norm by value": optimizer.get_grad_norm_fp32,
@@ -229,6 +230,10 @@ def _upstream_fixed(rank: int, world: int, port: int) -> dict:
         for param, inner in self.param_to_inner_param.items():
             inner.grad = param.decoupled_grad
 
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = self.gpu_optimizer.param_groups[0]["step"]
+
     def read(self, param):
         main = self.optimizer.param_groups[0]["params"][0]
         state = self.optimizer.state[main]
@@ -266,6 +271,7 @@ def _upstream_fixed(rank: int, world: int, port: int) -> dict:
     )
     hybrid._update_fp32_params_by_new_state = masters
     hybrid._set_sub_optimizer_grads = gradients
+    hybrid._sync_sub_optimizers_state_to_hdo = step
     for function, name in ((norm, "get_grad_norm_fp32"), (clip, "clip_grad_by_total_norm_fp32")):
         function.__module__ = clip_grads.__name__
         for module in (clip_grads, optimizer, layer_wise_optimizer):

@@ -21,6 +21,7 @@ PATCHES = (  # of moe_patches, which this package does not import; a test holds 
     "optimizer_states",
     "hybrid_reload",
     "hybrid_gradients",
+    "hybrid_step",
     "fused_masters",
 )
 

@@ -23,6 +23,7 @@ def patches() -> list[Patch]:
     from .hybrid_gradients import HybridGradients
     from .hybrid_masters import HybridMasters
     from .hybrid_reload import HybridReload
+    from .hybrid_step import HybridStep
     from .no_grad import NoGradMainParams
     from .optimizer_states import OptimizerStates
 
@@ -33,6 +34,7 @@ def patches() -> list[Patch]:
         OptimizerStates(),
         HybridReload(),
         HybridGradients(),
+        HybridStep(),
         FusedMasters(),
     ]
 
