@@ -37,6 +37,9 @@ class Completion:
     `tokens` is int32 [R]; `logprobs` is float32 [R], natural logarithms under softmax(logits / temperature) of the
     whole vocabulary (under the temperature-1 softmax where the request was greedy). `finish_reason` is "stop" after an
     end-of-sequence token, "length" at max_tokens, "aborted" when time ran out. `weight_version` produced every token.
+    `routed_experts`, where they were asked for, are the experts that the rollout's router chose for every token fed to
+    the model: [prompt + R - 1, num_hidden_layers, experts per token], uint8 for at most 256 experts, else int16 (row t
+    is token t; the last sampled token is never fed). A layer without a router holds any values.
     """
 
     id: int
@@ -44,6 +47,7 @@ class Completion:
     logprobs: np.ndarray
     finish_reason: Literal["stop", "length", "aborted"]
     weight_version: int
+    routed_experts: np.ndarray | None = None
 
 
 class RolloutEngine(Protocol):
