@@ -252,6 +252,7 @@ CASES = [
     # the machine
     Case("a GPU asked for where there is none", "engine.device", "engine.device=cuda"),
     Case("bf16 on a CPU", "engine.dtype", "engine.dtype=bf16"),
+    Case("kernels that need a GPU", "engine.attention_backend", "engine.attention_backend=triton"),
     Case("a port in use", "cluster.port", "cluster.port=PORT"),
     Case("a disk too small for the checkpoints", "checkpoint.disk", "DISK"),
     # other commands

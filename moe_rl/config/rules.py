@@ -321,6 +321,15 @@ def _device(config: Config) -> Iterator[Problem]:
             "Most CPUs emulate it, many times slower, and the CPU path is proven in fp32 alone.",
             "Set engine.dtype=fp32, or use --hw cpu.",
         )
+    if config.engine.attention_backend == "triton" and (device == "cpu" or config.engine.dtype != "bf16"):
+        yield _problem(
+            config,
+            "engine.attention_backend",
+            "engine.attention_backend engine.dtype",
+            f"engine.attention_backend is triton with engine.dtype {config.engine.dtype} on {device}",
+            "The kernels run on a GPU in bf16.",
+            "Set engine.attention_backend=auto.",
+        )
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

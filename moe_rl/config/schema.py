@@ -110,7 +110,10 @@ class EngineConfig:
         4096, "Token budget of one micro-batch; must hold the longest sequence.", unit="tokens", low=1
     )
     attention_backend: str = key(
-        "plain", "Attention kernels; `plain` is chunked PyTorch and runs everywhere.", choices=("plain",)
+        "plain",
+        "DeepSeek-V4's attention: `triton` kernels (a GPU and bf16), `plain` chunked PyTorch, or `auto`, which is triton"
+        " where it runs; the trainer's log says which.",
+        choices=("auto", "plain", "triton"),
     )
     attention_chunk: int = key(
         256, "Queries handled at once in DeepSeek-V4's attention; bounds its memory.", unit="tokens", low=1

@@ -39,6 +39,7 @@ def make_transformer_config(family: Any, arch: Any, config: Config, parallel: Pa
         recompute=config.engine.recompute,
         dtype=config.engine.dtype,
         device=parallel.device.type,
+        attention_backend=config.engine.attention_backend,
         attention_chunk=config.engine.attention_chunk,
         logprob_chunk=config.engine.logprob_chunk,
     )

@@ -45,6 +45,7 @@ class Engine:
         self.steps = 0
         self.saver = Saver()
         self.transformer_config = build.make_transformer_config(family, self.arch, config, parallel)
+        print(f"attention: {getattr(self.transformer_config, 'attention_note', 'PyTorch')}", flush=True)
         self.chunks: list[nn.Module] = build.build_chunks(family, self.arch, self.transformer_config, parallel)
         self.reference: list[nn.Module] = []
         if reference:

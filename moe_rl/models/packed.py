@@ -54,6 +54,7 @@ class PackedSequences:
         self.positions = self._tensor(self._positions)
         self.sequence_ids = self._tensor(self._ids)
         self._windows: dict[int, Windows] = {}
+        self._first: dict[int, torch.Tensor] = {}
         self._cache: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
@@ -95,6 +96,12 @@ class PackedSequences:
         first_seq, last_seq = self._ids[start], self._ids[stop - 1]
         closed = (self._positions[start:stop] + 1) // ratio
         return int(window.first[first_seq]), int(window.first[last_seq] + closed[-1]), int(closed.max())
+
+    def first_windows(self, ratio: int) -> torch.Tensor:
+        """int32 [T]: the first window of each token's sequence (where it would be, if the sequence has none)."""
+        if ratio not in self._first:
+            self._first[ratio] = self._tensor(self.windows(ratio).first[self._ids].astype(np.int32))
+        return self._first[ratio]
 
     def cached(self, key: object, build) -> tuple[torch.Tensor, torch.Tensor]:
         """Tables that depend on the packing alone (rotary cosines), shared by all layers: built at first use."""

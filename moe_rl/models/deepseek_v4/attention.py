@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from moe_rl.models.packed import PackedSequences
 class Attention(nn.Module):
     """Multi-query attention with one shared key-value head, per-head sinks and a grouped output projection.
 
+    `backend` "triton" runs `fused_attention` and `fused_indexer`; "plain", their reference, is PyTorch alone:
+
     Queries go in chunks of `chunk` tokens: each meets the keys of its window and the entries of its own sequences,
     so that no tensor is quadratic in the length of the row; with several chunks each is recomputed in backward.
     """
 
-    def __init__(self, arch: DeepseekV4Arch, layer: int, chunk: int, dtype, device) -> None:
+    def __init__(self, arch: DeepseekV4Arch, layer: int, chunk: int, dtype, device, backend: str = "plain") -> None:
         super().__init__()
-        self.arch, self.chunk = arch, chunk
+        self.arch, self.chunk, self.backend = arch, chunk, backend
         sliding = arch.attention_kinds[layer] == SLIDING
         self.rope = arch.main_rope if sliding else arch.compress_rope
         self.q_a_proj = Projection(arch.hidden_size, arch.q_lora_rank, dtype, device)
@@ -41,8 +44,24 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """x [T, h] (normed) -> [T, h]."""
         latent = self.q_a_norm(self.q_a_proj(x))
-        queries = self.q_b_proj(latent).split(self.chunk)
+        queries = self.q_b_proj(latent)
         keys = rotate(self.kv_norm(self.kv_proj(x)), *token_table(self.rope, packed))
+        attend = self._attend_fused if self.backend == "triton" else self._attend_plain
+        return self.o_b_proj(self.o_a_proj(attend(queries, keys, x, latent, packed)))
+
+    def _attend_fused(self, queries, keys, x, latent, packed: PackedSequences) -> torch.Tensor:
+        from moe_rl.models.deepseek_v4 import fused_attention, fused_indexer
+
+        c, seen = self.compressor, fused_attention.Visible(packed.positions, self.arch.sliding_window)
+        if c is not None and packed.windows(c.ratio).count:
+            keys = torch.cat((keys, c.entries(x, packed)))
+            chosen = fused_indexer.choose(c, x, latent, packed)
+            seen = replace(seen, first=packed.first_windows(c.ratio), ratio=c.ratio, chosen=chosen)
+        q, table = queries.unflatten(-1, (self.arch.num_heads, -1)), token_table(self.rope, packed)
+        return fused_attention.attend(q, keys, self.sinks, *table, seen, self.arch.norm_eps).flatten(1)
+
+    def _attend_plain(self, queries, keys, x, latent, packed: PackedSequences) -> torch.Tensor:
+        queries = queries.split(self.chunk)
         entries, index_keys = self._compressed(x, packed)
         recompute = torch.is_grad_enabled() and len(queries) > 1
         outs = []
@@ -54,7 +73,7 @@ class Attention(nn.Module):
                 if recompute
                 else self._attend(*args)
             )
-        return self.o_b_proj(self.o_a_proj(torch.cat(outs) if len(outs) > 1 else outs[0]))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def _compressed(self, x, packed) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Entries [N, head_dim] and the indexer's keys [N, index_head_dim]; None where there are none."""

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from moe_rl.errors import UserError
 from moe_rl.models.chunk import build_device
-from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
+from moe_rl.models.deepseek_v4.arch import SPARSE, DeepseekV4Arch
 from moe_rl.models.deepseek_v4.model import DeepseekV4Model, V4TransformerConfig
 from moe_rl.models.options import named_generator, shared_options
 
@@ -30,23 +30,32 @@ def make_transformer_config(
     recompute: str = "off",
     dtype: str = "fp32",
     device: str = "cpu",
+    attention_backend: str = "plain",
     attention_chunk: int = 256,
     logprob_chunk: int = 1024,
 ) -> V4TransformerConfig:
     """The one configuration that all chunks of a rank share.
 
     `stages` is the pipeline layout (`Ett|ttL`), needed when pp > 1; `recompute` is "off" or "full"; `dtype` "fp32" or
-    "bf16"; chunks are in tokens.
+    "bf16"; `attention_backend` "plain", "triton" or "auto"; chunks are in tokens.
 
     Raises:
-        UserError: tensor parallelism, or an unknown dtype or recompute mode.
+        UserError: tensor parallelism, an unknown dtype or recompute mode, or kernels asked for where they do not run.
     """
+    lacking = _kernels_lack(arch, dtype, device)
+    if attention_backend == "triton" and lacking:
+        what, fix = "engine.attention_backend is triton", "Set engine.attention_backend=auto."
+        raise UserError("engine.attention_backend", what, f"The kernels need {lacking}.", fix)
+    backend = "plain" if lacking or attention_backend == "plain" else "triton"
+    note = backend + (f", since kernels need {lacking}" if lacking and attention_backend == "auto" else "")
     if tp > 1 or etp > 1:
         raise UserError(
             "layout.tp", f"layout.tp={tp} layout.etp={etp} with a DeepSeek-V4 model", NO_TENSOR_PARALLEL, "use 1"
         )
     return V4TransformerConfig(
         arch=arch,
+        attention_backend=backend,
+        attention_note=note,
         attention_chunk=attention_chunk,
         logprob_chunk=logprob_chunk,
         **_sizes(arch),
@@ -55,6 +64,18 @@ def make_transformer_config(
             pp=pp, vpp=vpp, ep=ep, etp=etp, stages=stages, recompute=recompute, dtype=dtype, device=device
         ),
     )
+
+
+def _kernels_lack(arch: DeepseekV4Arch, dtype: str, device: str) -> str:
+    """What the attention kernels need and do not have; empty if nothing."""
+    if device != "cuda" or dtype != "bf16":
+        return "a GPU and bf16"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "a GPU of compute capability 9.0"
+    widths = [arch.head_dim, *([arch.index_num_heads, arch.index_head_dim] if SPARSE in arch.attention_kinds else [])]
+    if any(n < 16 or n & (n - 1) for n in widths) or not 128 <= arch.head_dim <= 512:
+        return "index heads, their width and head_dim (128 to 512) that are powers of 2"
+    return "" if 4 * arch.rope_dim <= arch.head_dim else "a rotary width of at most head_dim / 4"
 
 
 def _sizes(arch: DeepseekV4Arch) -> dict:

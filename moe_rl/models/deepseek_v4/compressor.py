@@ -70,12 +70,17 @@ class Indexer(WindowPool):
 
         x [C, h] and q_latent [C, q_lora_rank] are those tokens' normed input and query latent.
         """
+        q, weights = self.queries(x, q_latent, packed, start)
+        hits = torch.relu(q.float() @ keys.float().t()) * self.width**-0.5
+        return (hits * weights.unsqueeze(-1)).sum(1)
+
+    @torch.no_grad()
+    def queries(self, x, q_latent, packed: PackedSequences, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries [C, heads, d] and the heads' weights float32 [C, heads] of the same tokens."""
         heads = self.arch.index_num_heads
         cos, sin = (t[start : start + len(x), None] for t in token_table(self.rope, packed))
         q = rotate(self.q_b_proj(q_latent).unflatten(-1, (heads, -1)), cos, sin)
-        hits = torch.relu(q.float() @ keys.float().t()) * self.width**-0.5
-        weights = self.scorer.weights_proj(x).float() * heads**-0.5
-        return (hits * weights.unsqueeze(-1)).sum(1)
+        return q, self.scorer.weights_proj(x).float() * heads**-0.5
 
 
 class Compressor(WindowPool):

@@ -24,9 +24,11 @@ from moe_rl.models.packed import PackedSequences
 
 @dataclass
 class V4TransformerConfig(TransformerConfig):
-    """megatron-core's configuration with the architecture and our chunk sizes (tokens) beside it."""
+    """megatron-core's configuration with the architecture, our backend and its reason, and our chunk sizes (tokens)."""
 
     arch: DeepseekV4Arch = field(kw_only=True)
+    attention_backend: str = "plain"
+    attention_note: str = "plain"
     attention_chunk: int = 256
     logprob_chunk: int = 1024
 
@@ -41,7 +43,7 @@ class DecoderLayer(MegatronModule):
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
         self.attn_hc, self.ffn_hc = HyperConnection(arch, device), HyperConnection(arch, device)
-        self.self_attn = Attention(arch, layer, config.attention_chunk, dtype, device)
+        self.self_attn = Attention(arch, layer, config.attention_chunk, dtype, device, config.attention_backend)
         self.mlp = build_moe(config, layer, pg_collection)
 
     def forward(self, streams: torch.Tensor, token_ids: torch.Tensor, packed: PackedSequences) -> torch.Tensor:

@@ -25,12 +25,13 @@ def make_transformer_config(
     recompute: str = "off",
     dtype: str = "fp32",
     device: str = "cpu",
+    attention_backend: str = "plain",
     attention_chunk: int = 256,
     logprob_chunk: int = 1024,
 ) -> QwenTransformerConfig:
     """The one configuration that all chunks of a rank share; see `shared_options`.
 
-    `attention_chunk` is not needed: torch's fused attention is linear in memory as it is.
+    `attention_backend` and `attention_chunk` are not needed: torch's fused attention is linear in memory as it is.
 
     Raises:
         UserError: an unknown dtype or recompute mode.

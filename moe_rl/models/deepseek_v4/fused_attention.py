@@ -1,0 +1,321 @@
+"""Attention in two Triton kernels; `attention.Attention` in plain PyTorch is their reference.
+
+A program takes one token and a block of its heads: all heads share their keys, so the heads are the rows of its matrix
+products, and the keys of the token's window and its compressed entries, gathered row by row, are the columns. No query
+meets a key that it may not see, and nothing but the row-wise log-sum-exp is kept (FlashAttention-2, arXiv:2307.08691).
+The norm and rotation of the queries and the rotation back of the output happen inside, so that queries and output exist
+once. Gradients of keys are summed by fp32 atomics: their last bits depend on the order of the programs.
+
+TRITON_INTERPRET=1 runs the kernels on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+class Launch(NamedTuple):
+    """Keys met at once, warps and pipeline stages of a kernel."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+FORWARD, BACKWARD = Launch(64, 8, 2), Launch(32, 8, 1)
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which rows of the keys [T + N, d] a token meets: those of its window, and entries from row T on.
+
+    `positions` int64 [T]: place in its sequence; `first` int32 [T]: its sequence's first entry (None: there are no
+    entries); `ratio`: tokens of an entry; `chosen` int32 [T, k] (or None): entries of a token that sees more than k.
+    """
+
+    positions: torch.Tensor
+    window: int
+    first: torch.Tensor | None = None
+    ratio: int = 1
+    chosen: torch.Tensor | None = None
+
+
+@triton.jit
+def _rotate(x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Turn the pairs of neighbouring columns of x [ROWS, WIDTH] by the angles of cos, sin [WIDTH / 2]."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
+    turned = tl.join(even * cos[None, :] - odd * sin[None, :], odd * cos[None, :] + even * sin[None, :])
+    return tl.reshape(turned, (ROWS, WIDTH))
+
+
+@triton.jit
+def _angles(cos, sin, token, ROPE: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines of the pairs of the last HALF channels; pairs that are not turned have 1 and 0."""
+    pair = tl.arange(0, HALF // 2) - (HALF // 2 - ROPE)
+    offsets = token * ROPE + pair
+    return tl.load(cos + offsets, mask=pair >= 0, other=1.0), tl.load(sin + offsets, mask=pair >= 0, other=0.0)
+
+
+@triton.jit
+def _seen(positions, first, token, WINDOW: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr):
+    """Of a token: keys in its window, keys in all, its sequence's first entry, and whether its entries are chosen."""
+    place = tl.load(positions + token).to(tl.int32)
+    near = tl.minimum(place + 1, WINDOW)
+    closed = 0
+    base = 0
+    if RATIO > 0:
+        closed = (place + 1) // RATIO
+        base = tl.load(first + token)
+    listed = False
+    if TOP_K > 0:
+        listed = closed > TOP_K
+        closed = tl.minimum(closed, TOP_K)
+    return near, near + closed, base, listed
+
+
+@triton.jit
+def _rows(slot, token, tokens, near, total, base, listed, chosen, RATIO: tl.constexpr, TOP_K: tl.constexpr):
+    """Row of the keys of each slot: the window's slots come first. Slots past the last have a row that exists."""
+    row = token - near + 1 + slot
+    if RATIO > 0:
+        entry = base + slot - near
+        if TOP_K > 0:
+            pick = tl.load(chosen + token * TOP_K + slot - near, mask=listed & (slot >= near) & (slot < total), other=0)
+            entry = tl.where(listed, pick, entry)
+        row = tl.where(slot < near, row, tokens + entry)
+    return tl.where(slot < total, row, token)
+
+
+@triton.jit
+def _staged(x, scratch, at, here):
+    """x by way of global memory: the matrix instruction reads what was loaded from one copy in shared memory, either way
+    round; of what was computed it would need two."""
+    tl.store(scratch + at, x.to(scratch.dtype.element_ty), mask=here[:, None])
+    tl.debug_barrier()
+    return tl.load(scratch + at, mask=here[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward(
+    q, kv, sinks, cos, sin, positions, first, chosen, out, lse, tokens, heads, scale, eps,
+    WINDOW: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, ROPE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """q, out [T, heads, D]; kv [T + N, D]; lse float32 [T, heads], in powers of 2; ROPE pairs are turned."""
+    HALF: tl.constexpr = D // 2
+    token = tl.program_id(1)
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = head < heads
+    column = tl.arange(0, HALF)
+    at = (token.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
+    c, s = _angles(cos, sin, token, ROPE, HALF)
+    x0 = tl.load(q + at, mask=here[:, None], other=0.0).to(tl.float32)
+    x1 = tl.load(q + at + HALF, mask=here[:, None], other=0.0).to(tl.float32)
+    r = tl.rsqrt((tl.sum(x0 * x0, 1) + tl.sum(x1 * x1, 1)) / D + eps)[:, None]
+    q0 = _staged(x0 * r, out, at, here)
+    q1 = _staged(_rotate(x1 * r, c, s, ROWS, HALF), out + HALF, at, here)
+    near, total, base, listed = _seen(positions, first, token, WINDOW, RATIO, TOP_K)
+    # The sink is the first key met: its logit the maximum so far, its weight 1, its value nothing.
+    peak = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * 1.4426950408889634
+    weight = tl.full([ROWS], 1.0, tl.float32)
+    acc0 = tl.zeros([ROWS, HALF], tl.float32)
+    acc1 = tl.zeros([ROWS, HALF], tl.float32)
+    for start in tl.range(0, total, KEYS, num_stages=STAGES):
+        slot = start + tl.arange(0, KEYS)
+        met = slot < total
+        row = _rows(slot, token, tokens, near, total, base, listed, chosen, RATIO, TOP_K)
+        place = row[:, None] * D + column[None, :]
+        k0 = tl.load(kv + place)
+        k1 = tl.load(kv + place + HALF)
+        logits = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        logits = tl.dot(q1, tl.trans(k1), logits, input_precision="ieee") * (scale * 1.4426950408889634)
+        logits = tl.where(met[None, :], logits, float("-inf"))
+        higher = tl.maximum(peak, tl.max(logits, 1))
+        p = tl.exp2(logits - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        weight = weight * shrink + tl.sum(p, 1)
+        peak = higher
+        p = p.to(kv.dtype.element_ty)
+        acc0 = tl.dot(p, k0, acc0 * shrink[:, None], input_precision="ieee")
+        acc1 = tl.dot(p, k1, acc1 * shrink[:, None], input_precision="ieee")
+    tl.store(lse + token * heads + head, peak + tl.log2(weight), mask=here)
+    tl.store(out + at, (acc0 / weight[:, None]).to(out.dtype.element_ty), mask=here[:, None])
+    back = _rotate(acc1 / weight[:, None], c, -s, ROWS, HALF)
+    tl.store(out + at + HALF, back.to(out.dtype.element_ty), mask=here[:, None])
+
+
+@triton.jit
+def _load4(source, at, mask, PART: tl.constexpr):
+    """The four parts of PART channels each."""
+    x0 = tl.load(source + at, mask=mask, other=0.0)
+    x1 = tl.load(source + at + PART, mask=mask, other=0.0)
+    x2 = tl.load(source + at + 2 * PART, mask=mask, other=0.0)
+    x3 = tl.load(source + at + 3 * PART, mask=mask, other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _inner(x0, x1, x2, x3, y0, y1, y2, y3):
+    """float32 sums over channels of x * y [rows]."""
+    first = tl.sum(x0.to(tl.float32) * y0.to(tl.float32), 1) + tl.sum(x1.to(tl.float32) * y1.to(tl.float32), 1)
+    return first + tl.sum(x2.to(tl.float32) * y2.to(tl.float32), 1) + tl.sum(x3.to(tl.float32) * y3.to(tl.float32), 1)
+
+
+@triton.jit
+def _products(x0, x1, x2, x3, k0, k1, k2, k3):
+    """float32 x k^T [rows, keys]."""
+    out = tl.dot(x0, tl.trans(k0), input_precision="ieee")
+    out = tl.dot(x1, tl.trans(k1), out, input_precision="ieee")
+    out = tl.dot(x2, tl.trans(k2), out, input_precision="ieee")
+    return tl.dot(x3, tl.trans(k3), out, input_precision="ieee")
+
+
+@triton.jit
+def _add_to_keys(target, p, do, ds, q):
+    """Add to the keys what they receive as values (p, do) and as keys (ds, q). Transposed, since the matrix instruction has
+    64 rows at least, and there are fewer keys."""
+    g = tl.dot(tl.trans(do), p, input_precision="ieee")
+    g = tl.dot(tl.trans(q), ds, g, input_precision="ieee")
+    tl.atomic_add(target, g, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward(
+    q, kv, sinks, cos, sin, positions, first, chosen, out, lse, grad, grad_q, grad_kv, grad_sinks, scratch,
+    tokens, heads, scale, eps,
+    WINDOW: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, ROPE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_forward`; grad, grad_q [T, heads, D]; grad_kv float32 [T + N, D] of zeros; grad_sinks float32 [T, heads];
+    scratch [T, heads, D / 4], dtype of q."""
+    PART: tl.constexpr = D // 4
+    token = tl.program_id(1)
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = head < heads
+    mask = here[:, None]
+    column = tl.arange(0, PART)
+    line = (token.to(tl.int64) * heads + head)[:, None]
+    at = line * D + column[None, :]
+    c, s = _angles(cos, sin, token, ROPE, PART)
+    q0, q1, q2, q3 = _load4(q, at, mask, PART)
+    r = tl.rsqrt(_inner(q0, q1, q2, q3, q0, q1, q2, q3) / D + eps)
+    q0 = _staged(q0.to(tl.float32) * r[:, None], grad_q, at, here)
+    q1 = _staged(q1.to(tl.float32) * r[:, None], grad_q + PART, at, here)
+    q2 = _staged(q2.to(tl.float32) * r[:, None], grad_q + 2 * PART, at, here)
+    q3 = _staged(_rotate(q3.to(tl.float32) * r[:, None], c, s, ROWS, PART), grad_q + 3 * PART, at, here)
+    do0, do1, do2, do3 = _load4(grad, at, mask, PART)
+    o0, o1, o2, o3 = _load4(out, at, mask, PART)
+    delta = _inner(do0, do1, do2, do3, o0, o1, o2, o3)  # rotating both, as one should, would not change it
+    do3 = _staged(_rotate(do3.to(tl.float32), c, s, ROWS, PART), scratch, line * PART + column[None, :], here)
+    norm = tl.load(lse + token * heads + head, mask=here, other=0.0)
+    sink = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * 1.4426950408889634
+    tl.store(grad_sinks + token * heads + head, -tl.exp2(sink - norm) * delta, mask=here)
+    near, total, base, listed = _seen(positions, first, token, WINDOW, RATIO, TOP_K)
+    acc0 = tl.zeros([ROWS, PART], tl.float32)
+    acc1 = tl.zeros([ROWS, PART], tl.float32)
+    acc2 = tl.zeros([ROWS, PART], tl.float32)
+    acc3 = tl.zeros([ROWS, PART], tl.float32)
+    for start in tl.range(0, total, KEYS, num_stages=STAGES):
+        slot = start + tl.arange(0, KEYS)
+        met = slot < total
+        row = _rows(slot, token, tokens, near, total, base, listed, chosen, RATIO, TOP_K)
+        place = row[:, None] * D + column[None, :]
+        k0 = tl.load(kv + place)
+        k1 = tl.load(kv + place + PART)
+        k2 = tl.load(kv + place + 2 * PART)
+        k3 = tl.load(kv + place + 3 * PART)
+        logits = _products(q0, q1, q2, q3, k0, k1, k2, k3) * (scale * 1.4426950408889634)
+        p = tl.where(met[None, :] & mask, tl.exp2(logits - norm[:, None]), 0.0)
+        dp = _products(do0, do1, do2, do3, k0, k1, k2, k3)
+        ds = (p * (dp - delta[:, None]) * scale).to(kv.dtype.element_ty)
+        p = p.to(kv.dtype.element_ty)
+        target = grad_kv + row[None, :] * D + column[:, None]
+        _add_to_keys(target, p, do0, ds, q0)
+        _add_to_keys(target + PART, p, do1, ds, q1)
+        _add_to_keys(target + 2 * PART, p, do2, ds, q2)
+        _add_to_keys(target + 3 * PART, p, do3, ds, q3)
+        acc0 = tl.dot(ds, k0, acc0, input_precision="ieee")
+        acc1 = tl.dot(ds, k1, acc1, input_precision="ieee")
+        acc2 = tl.dot(ds, k2, acc2, input_precision="ieee")
+        acc3 = tl.dot(ds, k3, acc3, input_precision="ieee")
+    # The same places computed anew (no total is negative): kept through the loop they would fill the registers.
+    line = ((token + tl.minimum(total, 0)).to(tl.int64) * heads + head)[:, None]
+    at = line * D + column[None, :]
+    # Through the rotation, then through x * rsqrt(mean(x^2) + eps).
+    acc3 = _rotate(acc3, c, -s, ROWS, PART)
+    x0, x1, x2, x3 = _load4(q, at, mask, PART)
+    inner = (_inner(acc0, acc1, acc2, acc3, x0, x1, x2, x3) / D * r * r * r)[:, None]
+    r = r[:, None]
+    tl.store(grad_q + at, (acc0 * r - x0.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
+    tl.store(grad_q + at + PART, (acc1 * r - x1.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
+    tl.store(grad_q + at + 2 * PART, (acc2 * r - x2.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
+    tl.store(grad_q + at + 3 * PART, (acc3 * r - x3.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
+
+
+def _shape(q: torch.Tensor, cos: torch.Tensor, seen: Visible) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid, and the sizes that both kernels are compiled for."""
+    tokens, heads, width = q.shape
+    rows = max(16, min(64, triton.next_power_of_2(heads)))
+    sizes = {
+        "WINDOW": seen.window,
+        "RATIO": 0 if seen.first is None else seen.ratio,
+        "TOP_K": 0 if seen.chosen is None else seen.chosen.shape[1],
+        "ROPE": cos.shape[1],
+        "D": width,
+        "ROWS": rows,
+    }
+    return (triton.cdiv(heads, rows), tokens), sizes
+
+
+class FusedAttention(torch.autograd.Function):
+    """q [T, heads, d] before norm and rotation, kv [T + N, d], sinks [heads] -> [T, heads, d], rotated back."""
+
+    @staticmethod
+    def forward(ctx, q, kv, sinks, cos, sin, seen: Visible, eps: float, launches: tuple[Launch, Launch]):
+        q, kv = q.contiguous(), kv.contiguous()
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        grid, sizes = _shape(q, cos, seen)
+        keys, warps, stages = launches[0]
+        with torch.cuda.device_of(q):
+            _forward[grid](
+                q, kv, sinks, cos, sin, seen.positions, seen.first, seen.chosen, out, lse,
+                q.shape[0], q.shape[1], q.shape[2] ** -0.5, eps,
+                **sizes, KEYS=keys, STAGES=stages, num_warps=warps,
+            )  # fmt: skip
+        ctx.save_for_backward(q, kv, sinks, cos, sin, out, lse)
+        ctx.seen, ctx.eps, ctx.launch = seen, eps, launches[1]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, kv, sinks, cos, sin, out, lse = ctx.saved_tensors
+        seen, (keys, warps, stages) = ctx.seen, ctx.launch
+        grad, grad_q = grad.contiguous(), torch.empty_like(q)
+        grad_kv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
+        grad_sinks = torch.empty_like(lse)
+        scratch = q.new_empty(*q.shape[:2], q.shape[2] // 4)
+        grid, sizes = _shape(q, cos, seen)
+        with torch.cuda.device_of(q):
+            _backward[grid](
+                q, kv, sinks, cos, sin, seen.positions, seen.first, seen.chosen, out, lse, grad, grad_q, grad_kv,
+                grad_sinks, scratch, q.shape[0], q.shape[1], q.shape[2] ** -0.5, ctx.eps,
+                **sizes, KEYS=keys, STAGES=stages, num_warps=warps,
+            )  # fmt: skip
+        return grad_q, grad_kv.to(kv.dtype), grad_sinks.sum(0).to(sinks.dtype), None, None, None, None, None
+
+
+def attend(q, kv, sinks, cos, sin, seen: Visible, eps: float, forward=FORWARD, backward=BACKWARD) -> torch.Tensor:
+    """Attention of every token over the keys it sees, its own rotary position taken off again.
+
+    q [T, heads, d] as projected (norm over d, then rotation by cos, sin float32 [T, r] on the last 2r channels, happen
+    here), kv [T + N, d] (tokens, then entries), sinks float32 [heads] -> [T, heads, d]. d is a power of 2, 8r <= d.
+    """
+    return FusedAttention.apply(q, kv, sinks, cos, sin, seen, eps, (forward, backward))
