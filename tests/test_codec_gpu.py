@@ -30,11 +30,25 @@ def test_every_mxfp4_byte_under_every_scale_that_fits(dtype):
     same_bits(codec.mxfp4_encode(values), codec.mxfp4_encode(values.cpu()))
 
 
+@pytest.mark.parametrize("e8m0", [True, False], ids=["e8m0", "fp32"])
+def test_every_bf16_under_every_largest_value_of_an_fp8_block(e8m0):
+    from moe_rl.models.codec import fused, plain
+
+    values = torch.arange(1 << 15, dtype=torch.int16, device="cuda")
+    signs = (values % 3 == 0).to(torch.int16) << 15
+    for top in torch.arange(0x7F80, dtype=torch.int16, device="cuda").split(2048):
+        bits = torch.minimum(values.expand(len(top), -1), top[:, None])
+        bits[:, :: 1 << 14] = top[:, None]  # a row is two blocks
+        weight = (bits | signs).view(torch.bfloat16).view(-1, 128)
+        same_bits(fused.fp8_encode(weight, e8m0)[:2], plain.fp8_encode(weight, e8m0)[:2])
+
+
 def test_batches_of_experts_and_views():
     weight = torch.randn(5, 96, 256, device="cuda").bfloat16()
     for w in (weight, weight[1:, 3:70], weight.transpose(1, 2)[:, :, :64], weight.view(-1)[1:65].view(2, 32)):
         same_bits(codec.mxfp4_encode(w), codec.mxfp4_encode(w.cpu()))
-    same_bits(codec.fp8_encode(weight[0].T), codec.fp8_encode(weight[0].T.cpu()))
+    for w in (weight[0].T, weight[0, :, 1:], weight.view(-1)[1:65].view(2, 32)):
+        same_bits(codec.fp8_encode(w), codec.fp8_encode(w.cpu()))
     assert codec.fp8_decode(*codec.fp8_encode(weight[0, :0])).shape == (0, 256)
 
 

@@ -1,7 +1,8 @@
 """The codec's kernels: each reads its input once and writes its output once. `plain` is their reference, bit for bit.
 
 Only integer operations, multiplications by powers of two, IEEE division and one rounding addition are used: none depends on
-how a compiler contracts or approximates. Imported for tensors on a GPU alone; TRITON_INTERPRET=1 runs the kernels on a CPU.
+how a compiler contracts or approximates. Where a GPU rounds to FP8 itself, the FP8 encoder lets it, and divides by a fused
+multiply-add. Imported for tensors on a GPU alone; TRITON_INTERPRET=1 runs the kernels on a CPU, which does neither.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 # (MXFP4 blocks or rows per program, warps), within 3 % of the best in the sweep of benchmarks/results/codec.json (H200)
-LAUNCH = {"mxfp4_encode": (128, 4), "mxfp4_decode": (128, 4), "fp8_encode": (128, 8), "fp8_decode": (32, 4)}
+LAUNCH = {"mxfp4_encode": (128, 4), "mxfp4_decode": (128, 4), "fp8_encode": (128, 4), "fp8_decode": (32, 4)}
 
 
 @triton.jit
@@ -29,6 +30,15 @@ def _code(y, sign, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, SIGN: tl.conste
 
 
 @triton.jit
+def _halves(word, WIDE: tl.constexpr):
+    """The fp32 bits, in int32, of the two values in a word: int32 of two bf16, or (WIDE) int64 of two fp32."""
+    if WIDE:
+        return word.to(tl.int32), (word >> 32).to(tl.int32)
+    else:
+        return word << 16, word & -65536
+
+
+@triton.jit
 def _mxfp4_code(bits, inverse):
     """E2M1 code of fp32 `bits` times the power of two `inverse`."""
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
@@ -43,12 +53,7 @@ def _mxfp4_encode(words, packed, scales, flag, count, WIDE: tl.constexpr, TILE: 
     here = block < count - start
     offsets = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     word = tl.load(words + start * 16 + offsets, mask=here[:, None], other=0)
-    if WIDE:
-        low = word.to(tl.int32)
-        high = (word >> 32).to(tl.int32)
-    else:
-        low = word << 16
-        high = word & -65536
+    low, high = _halves(word, WIDE)
     amax = tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), axis=1)
     exponent = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 0)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
@@ -90,50 +95,97 @@ def _mxfp4_decode(packed, scales, words, flag, count, WIDE: tl.constexpr, TILE: 
 
 
 @triton.jit
-def _fp8_encode(weight, values, scales, flag, m, k, WIDE: tl.constexpr, E8M0: tl.constexpr, TILE: tl.constexpr):
-    """weight: int16 of bf16 or (WIDE) int32 of fp32 [m, k]; a program encodes one block of TILE x TILE.
+def _fp8_code(y):
+    """E4M3 code of y (fp32) in an int32, by integer operations."""
+    bits = y.to(tl.int32, bitcast=True)
+    return _code((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), bits >> 24, 3, -6, 128)
 
-    scales: uint8 (E8M0) or fp32.
+
+@triton.jit
+def _quotient(x, scale, inverse):
+    """x / scale as IEEE division rounds it, for x of a bf16's precision and a quotient that is no subnormal.
+
+    Every pair of mantissas was tried. An exact zero times a negative number leaves the sign of -0.0.
     """
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
-    here = (row < m) & (column < k)
-    offsets = row.to(tl.int64) * k + column
-    bits = tl.load(weight + offsets, mask=here, other=0).to(tl.int32)
-    if not WIDE:
-        bits = bits << 16
-    magnitude = bits & 0x7FFFFFFF
-    amax = tl.max(tl.max(magnitude, axis=1), axis=0)
-    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    first = x * inverse
+    return tl.fma(tl.fma(first, scale, -x), -inverse, first)
+
+
+@triton.jit
+def _fp8_encode(
+    words,
+    values,
+    scales,
+    flag,
+    m,
+    k,
+    WIDE: tl.constexpr,
+    E8M0: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """words: two values each, int32 of bf16 or (WIDE) int64 of fp32 [m, k]; a program encodes a block of TILE x TILE values.
+
+    values: uint16 [m, k], two codes each; scales: uint8 (E8M0) or fp32. HARDWARE: the processor rounds to FP8. A block stays
+    in registers as words: as numbers it would fill them, and no other program could load meanwhile.
+    """
+    start = tl.program_id(1).to(tl.int64) * TILE * k + tl.program_id(0) * (TILE // 2)
+    row = tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, TILE // 2)[None, :]
+    here = (row < m - tl.program_id(1) * TILE) & (column < k - tl.program_id(0) * (TILE // 2))
+    offsets = row * k + column
+    word = tl.load(words + start + offsets, mask=here, other=0)
+    low, high = _halves(word, WIDE)
+    amax = tl.max(tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), axis=1), axis=0)
+    place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    low = low.to(tl.float32, bitcast=True)
+    high = high.to(tl.float32, bitcast=True)
     if E8M0:
         exponent = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
-        y = magnitude.to(tl.float32, bitcast=True) * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         tl.store(scales + place, exponent.to(tl.uint8))
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        low *= inverse
+        high *= inverse
     else:
         scale = tl.maximum(tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
-        y = tl.div_rn(magnitude.to(tl.float32, bitcast=True), scale)
         tl.store(scales + place, scale)
-    tl.store(values + offsets, _code(y, bits >> 24, 3, -6, 128).to(tl.uint8), mask=here)
+        if HARDWARE and not WIDE:
+            lift = tl.where(amax < (64 << 23), 1.8446744073709552e19, 1.0)  # else the remainder could be subnormal
+            scale *= lift
+            inverse = tl.div_rn(1.0, scale)
+            low = _quotient(low * lift, scale, inverse)
+            high = _quotient(high * lift, scale, inverse)
+        else:
+            low = tl.div_rn(low, scale)
+            high = tl.div_rn(high, scale)
+    if HARDWARE:
+        codes = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.uint16, is_pure=True, pack=1
+        )
+    else:
+        codes = (_fp8_code(low) | (_fp8_code(high) << 8)).to(tl.uint16)
+    tl.store(values + start + offsets, codes, mask=here)
     tl.store(flag, 1, mask=amax >= 0x7F800000)
 
 
 @triton.jit
 def _fp8_decode(values, scales, weight, flag, m, k, WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
     """values: uint8 [m, k]; scales: fp32; a program decodes ROWS rows of one block of TILE columns. weight: as above."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
-    here = (row < m) & (column < k)
-    offsets = row.to(tl.int64) * k + column
-    byte = tl.load(values + offsets, mask=here, other=0).to(tl.int32)
-    scale = tl.load(scales + (tl.program_id(0) * ROWS // TILE) * tl.num_programs(1) + tl.program_id(1))
+    start = tl.program_id(1).to(tl.int64) * ROWS * k + tl.program_id(0) * TILE
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, TILE)[None, :]
+    here = (row < m - tl.program_id(1) * ROWS) & (column < k - tl.program_id(0) * TILE)
+    offsets = row * k + column
+    byte = tl.load(values + start + offsets, mask=here, other=0).to(tl.int32)
+    scale = tl.load(scales + (tl.program_id(1) * ROWS // TILE) * tl.num_programs(0) + tl.program_id(0))
     # The code's exponent and mantissa as those of an fp32 are the value times 2**-120, subnormals included.
     small = (((byte & 0x7F) << 20) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
     bits = (small * 1.329227995784916e36 * scale).to(tl.int32, bitcast=True)
     if WIDE:
-        tl.store(weight + offsets, bits, mask=here)
+        tl.store(weight + start + offsets, bits, mask=here)
         beyond = 0x7F800000
     else:  # to the nearest bf16, ties to even
-        tl.store(weight + offsets, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16), mask=here)
+        tl.store(weight + start + offsets, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16), mask=here)
         beyond = 0x7F7F8000
     bad = ((byte & 0x7F) == 0x7F) | ((bits & 0x7FFFFFFF) >= beyond)
     tl.store(flag, 1, mask=tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0)
@@ -153,8 +205,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of bf16 or fp32 [N, 32] as words of two values: int32 or int64 [N, 16]."""
+    """A tensor of bf16 or fp32 [N, K], K even, as words of two values: int32 or int64 [N, K/2]."""
     return tensor.view(torch.int64 if _wide(tensor) else torch.int32)
+
+
+def _rounds_to_fp8(device: torch.device) -> bool:
+    """Whether kernels there may use the processor's conversion to FP8, which compute capability 8.9 brought."""
+    compiled = isinstance(_fp8_encode, triton.JITFunction)  # and not interpreted
+    return compiled and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def mxfp4_encode(blocks: torch.Tensor, launch: tuple[int, int] | None = None):
@@ -192,14 +250,20 @@ def fp8_encode(weight: torch.Tensor, e8m0: bool, launch: tuple[int, int] | None 
     """bf16 or fp32 [M, K] -> float8_e4m3fn [M, K], scales as float8_e8m0fnu (`e8m0`) or fp32, int32 flag."""
     tile, warps = launch or LAUNCH["fp8_encode"]
     m, k = weight.shape
-    grid = (triton.cdiv(m, tile), triton.cdiv(k, tile))
+    if k % 2:  # two values are read as one word
+        values, scales, flag = fp8_encode(torch.nn.functional.pad(weight, (0, 1)), e8m0, launch)
+        return values[:, :k].contiguous(), scales, flag
+    if weight.storage_offset() % 2:
+        weight = weight.clone()
+    blocks = (triton.cdiv(m, tile), triton.cdiv(k, tile))
     values = torch.empty(m, k, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(grid, dtype=torch.uint8 if e8m0 else torch.float32, device=weight.device)
+    scales = torch.empty(blocks, dtype=torch.uint8 if e8m0 else torch.float32, device=weight.device)
     flag = _flag(weight)
     if values.numel():
+        kind = dict(WIDE=_wide(weight), E8M0=e8m0, HARDWARE=_rounds_to_fp8(weight.device), TILE=tile)
         with torch.cuda.device_of(weight):
-            _fp8_encode[grid](
-                _bits(weight), values, scales, flag, m, k, WIDE=_wide(weight), E8M0=e8m0, TILE=tile, num_warps=warps
+            _fp8_encode[blocks[::-1]](
+                _pairs(weight), values.view(torch.uint16), scales, flag, m, k // 2, **kind, num_warps=warps
             )
     return values.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu) if e8m0 else scales, flag
 
@@ -212,7 +276,7 @@ def fp8_decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, l
     flag = _flag(weight)
     if out.numel():
         with torch.cuda.device_of(weight):
-            grid = (triton.cdiv(m, rows), scales.shape[1])
+            grid = (scales.shape[1], triton.cdiv(m, rows))
             codes, words = weight.view(torch.uint8), _bits(out)
             _fp8_decode[grid](codes, scales, words, flag, m, k, WIDE=_wide(out), ROWS=rows, TILE=128, num_warps=warps)
     return out, flag
