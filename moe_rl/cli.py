@@ -96,6 +96,24 @@ def train(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE|CONFIG.JSON", help="As for train; or a model's config.json.")
+    ],
+    overrides: Overrides = None,
+    hw: Hardware = None,
+    file: Files = None,
+    search: Annotated[bool, typer.Option("--search", help="Rank layouts that fit by the time of a step.")] = False,
+    measured: Annotated[Path | None, typer.Option(help="Directory of a run whose measured rates count.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a run needs before it starts: layout, memory by phase, time of a step, checkpoints. Needs no GPU."""
+    from moe_rl.planning import run as run_planner
+
+    print(run_planner(recipe, overrides or (), hw=hw, files=file or (), search=search, measured=measured, as_json=as_json))
+
+
+@app.command()
 def score(
     source: Annotated[str, typer.Argument(help="A model directory, a checkpoint, or a run (its newest one).")],
     tokens: Annotated[Path, typer.Option(help='JSONL, one {"tokens": [...]} a line.')],

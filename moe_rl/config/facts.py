@@ -6,6 +6,63 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class TensorSize:
+    """One tensor of the trainer's model; of an expert's, one for all experts of the layer.
+
+    `place` is "embedding" (first stage), "head" (last stage) or "layer", and then `layer` its global index. `numel` counts
+    the values of one expert's where `expert` is set. `bytes` is the size of a value in a bf16 model, `fp32` says that it is
+    a parameter kept in fp32; only a `trained` tensor has a gradient (not buffers, not frozen ones). `split` says that
+    tensor parallelism cuts it, `released` is the bytes of it in a released, quantised checkpoint.
+    """
+
+    place: str
+    layer: int | None
+    expert: bool
+    numel: int
+    bytes: int
+    fp32: bool
+    trained: bool
+    split: bool
+    released: int
+
+
+@dataclass(frozen=True)
+class LayerWidths:
+    """What one layer keeps for its backward pass beside its input, and what it computes; counts of values, not bytes.
+
+    A token keeps `native` values of the model's dtype, `fp32` ones, `casts` (fp32 copies, which an fp32 model has no need
+    of) and `bytes` single bytes; `routed` and `routed_fp32` for each expert it goes to. Attention takes queries by chunks:
+    a query of the chunk keeps `query`, `query_fp32` and `query_casts`, and each (query, key) pair `pair`, `pair_fp32` and
+    `pair_bytes`; the keys of a chunk are the chunk itself, a `window` before it, and T // `ratio` compressed ones (ratio 0:
+    none); without `chunked` attention no pair is kept. `stream` is the fp32 width of what backward makes anew of the
+    residual streams. Work: `dense` weights that every token meets, `expert` weights of one expert, `pair_work`
+    multiplications a pair. A rollout engine keeps `cache` values a token and `cache_fixed` a sequence.
+    """
+
+    native: int = 0
+    fp32: int = 0
+    casts: int = 0
+    bytes: int = 0
+    routed: int = 0
+    routed_fp32: int = 0
+    query: int = 0
+    query_fp32: int = 0
+    query_casts: int = 0
+    pair: int = 0
+    pair_fp32: int = 0
+    pair_bytes: int = 0
+    window: int = 0
+    ratio: int = 0
+    chunked: bool = False
+    stream: int = 0
+    dense: int = 0
+    expert: int = 0
+    pair_work: int = 0
+    cache: float = 0.0
+    cache_fixed: int = 0
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts of one model directory; every size comes from its `config.json`.
 
@@ -16,6 +73,8 @@ class ModelFacts:
     and `num_parameters` the values of the whole model, buffers included. What tensor parallelism must divide: the
     key-value heads, the width `ffn_size` of feed-forward layers and `expert_size` of an expert (0: the model has none).
     `experts_format` and `linears_format` say how releases (and rollouts) store them: "mxfp4", "fp8" or "" (as they are).
+    For the planner: every tensor, every layer's `LayerWidths`, `boundary`, the values that a token is between layers, and
+    `tied`, whether the output layer is the embedding.
     """
 
     family: str
@@ -38,3 +97,7 @@ class ModelFacts:
     expert_size: int = 0
     experts_format: str = ""
     linears_format: str = ""
+    tensors: tuple[TensorSize, ...] = ()
+    layers: tuple[LayerWidths, ...] = ()
+    boundary: int = 0
+    tied: bool = False

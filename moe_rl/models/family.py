@@ -31,6 +31,10 @@ class Family(ABC):
         """The fields of `ModelFacts` that the architecture gives."""
 
     @abstractmethod
+    def sizes(self, arch: Any) -> dict[str, Any]:
+        """The fields of `ModelFacts` that the planner reads: every tensor, every layer's widths, and the boundary's."""
+
+    @abstractmethod
     def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
         """megatron-core's configuration; keys: tp pp vpp ep etp stages recompute dtype device and the chunk sizes."""
 
@@ -86,6 +90,15 @@ class _DeepseekV4(Family):
             "num_heads": arch.num_heads,
         }
 
+    def sizes(self, arch: Any) -> dict[str, Any]:
+        from moe_rl.models.deepseek_v4.widths import layer_widths
+        from moe_rl.models.sizes import tensor_sizes, work
+
+        # the indexer is frozen; expert ids by token and correction biases are buffers
+        tensors = tensor_sizes(self.weight_table(arch), (".indexer.", ".tid2eid", ".expert_bias"))
+        layers = layer_widths(arch, work(tensors, arch.num_layers))
+        return {"tensors": tensors, "layers": layers, "boundary": arch.hc_mult * arch.hidden_size}
+
     def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
         from moe_rl.models.deepseek_v4.build import make_transformer_config
 
@@ -137,6 +150,14 @@ class _Qwen(Family):
             "ffn_size": arch.intermediate_size if len(arch.moe_layers) < arch.num_layers else 0,
             "expert_size": arch.moe_intermediate_size,
         }
+
+    def sizes(self, arch: Any) -> dict[str, Any]:
+        from moe_rl.models.qwen.widths import layer_widths
+        from moe_rl.models.sizes import tensor_sizes, work
+
+        tensors = tensor_sizes(self.weight_table(arch), tied=arch.tied)
+        layers = layer_widths(arch, work(tensors, arch.num_layers))
+        return {"tensors": tensors, "layers": layers, "boundary": arch.hidden_size, "tied": arch.tied}
 
     def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
         from moe_rl.models.qwen.build import make_transformer_config
@@ -264,6 +285,7 @@ def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
         experts_format=wire.experts,
         linears_format=wire.linears,
         **chosen.facts(arch),
+        **chosen.sizes(arch),
     )
 
 

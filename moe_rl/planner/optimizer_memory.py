@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from moe_rl.config import Config
 
+STAGED = 2  # gradients on their way to the host at a time
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -76,16 +78,20 @@ def optimizer_memory(shards: Sequence[Shard], mode: OptimizerMode) -> OptimizerM
 
 def _host(offloaded: Iterable[Shard], mode: OptimizerMode) -> dict[str, int]:
     """Host bytes of offloaded shards. A precision-aware master is a copy made by `float()`, in ordinary memory; other
-    masters and all gradients are pinned, tensor by tensor, and PyTorch rounds a pinned block up to a power of two."""
-    host = {"masters": 0, "gradients": 0, "moments": 0, "pinned rounding": 0}
+    masters are pinned, tensor by tensor, and PyTorch rounds a pinned block up to a power of two. Gradients pass through
+    two pinned buffers of the largest's size (the patch `hybrid_staging`)."""
+    host = {"masters": 0, "moments": 0, "pinned rounding": 0, "gradient staging": 0}
+    sizes = []
     for shard in offloaded:
         size = 4 * shard.owned
         host["masters"] += size
-        host["gradients"] += size
         host["moments"] += 2 * size
-        pinned = 1 if mode.precision_aware and not shard.fp32 else 2
-        if mode.pinned_rounding:
-            host["pinned rounding"] += pinned * (power_of_two(size) - size)
+        sizes.append(size)
+        if mode.pinned_rounding and (shard.fp32 or not mode.precision_aware):
+            host["pinned rounding"] += power_of_two(size) - size
+    if sizes:
+        most = power_of_two(max(sizes)) if mode.pinned_rounding else max(sizes)
+        host["gradient staging"] = STAGED * most
     return host
 
 

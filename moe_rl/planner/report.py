@@ -13,8 +13,8 @@ def plan_stages(config: Config, facts: ModelFacts) -> str:
     return resolve_stages(layout.stages, facts.num_layers, facts.hash_layers, *sizes)
 
 
-def describe_layout(config: Config, facts: ModelFacts) -> str:
-    """A grid of pipeline stages against ranks, for a layout that passed preflight.
+def describe_layout(config: Config, facts: ModelFacts, ranks: bool = True) -> str:
+    """A grid of pipeline stages against ranks, for a layout that passed preflight; without `ranks` of the first of each stage.
 
     Ranks are numbered as megatron-core does: tensor parallel fastest, then data parallel, the pipeline slowest; the
     ranks of a stage are cut anew for experts, expert tensor parallel fastest, then expert parallel.
@@ -33,8 +33,10 @@ def describe_layout(config: Config, facts: ModelFacts) -> str:
     for stage in range(layout.pp):
         chunks = [_segment(segments[i], layers[i], facts) for i in range(stage, len(segments), layout.pp)]
         lines.append(f"  stage {stage}: {'  then  '.join(chunks)}")
-        for rank in range(stage * width, (stage + 1) * width):
-            lines.append(f"    rank {rank}: {_rank(config, facts, rank - stage * width)}")
+        last = (stage + 1) * width
+        for rank in range(stage * width, last if ranks else stage * width + 1):
+            to = "" if ranks or width == 1 else f" (to {last - 1})"
+            lines.append(f"    rank {rank}{to}: {_rank(config, facts, rank - stage * width)}")
     return "\n".join(lines)
 
 

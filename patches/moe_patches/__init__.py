@@ -24,6 +24,7 @@ def patches() -> list[Patch]:
     from .hybrid_masters import HybridMasters
     from .hybrid_reload import HybridReload
     from .hybrid_step import HybridStep
+    from .hybrid_staging import HybridStaging
     from .no_grad import NoGradMainParams
     from .optimizer_states import OptimizerStates
 
@@ -35,6 +36,7 @@ def patches() -> list[Patch]:
         HybridReload(),
         HybridGradients(),
         HybridStep(),
+        HybridStaging(),
         FusedMasters(),
     ]
 

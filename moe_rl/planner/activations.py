@@ -1,0 +1,109 @@
+"""Bytes that forward and backward passes need on one rank beside weights and gradients. Imports no torch.
+
+Three parts. What lies between the passes: each micro-batch in flight keeps, for each layer of the rank, the layer's
+input (recompute) or all that the layer saves. What one layer needs while it is run backward: all that it saves, made
+anew under recompute, and the gradients around it. What the loss needs: logits of one chunk of tokens, and the output
+weight's gradient in fp32 until all chunks are in (models/logprobs.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_rl.config.facts import LayerWidths, ModelFacts
+
+from .inventory import Inventory, Stage
+
+# Of a (query, key) pair attention's backward holds besides what it saved, in fp32: the weights' gradient, its product with
+# them and the logits' gradient; in the model's dtype: the weights' gradient once more (deepseek_v4/attention.py: sink_attention)
+PAIR_BACKWARD_FP32, PAIR_BACKWARD_NATIVE = 3, 1
+# While a hyper-connection is run backward: gradients of the streams normed, squared and as they came, fp32
+STREAM_BACKWARD_FP32 = 3
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes: `kept` between the passes, `layer` of the layer being run, `loss` of the loss; of them `peak` at a time."""
+
+    kept: int
+    layer: int
+    loss: int
+
+    @property
+    def peak(self) -> int:
+        return self.kept + max(self.layer, self.loss)
+
+
+def activations(inventory: Inventory, stage: Stage, tokens: int, in_flight: int, train: bool) -> Activations:
+    """Of a micro-batch of `tokens` on a rank of `stage`; `in_flight` are kept at once when `train`, none otherwise."""
+    facts, engine, tp = inventory.facts, inventory.config.engine, inventory.config.layout.tp
+    b = 4 if engine.dtype == "fp32" else 2
+    boundary = b * facts.boundary * tokens // tp
+    saved = [saved_bytes(facts.layers[i], tokens, b, engine.attention_chunk, facts.top_k, tp) for i in stage.layers]
+    running = max(
+        (
+            running_bytes(facts, facts.layers[i], tokens, b, engine.attention_chunk, tp)
+            for i in stage.layers
+        ),
+        default=0,
+    )
+    if not train:
+        forward = max((s // 2 for s in saved), default=0)  # about half of what a layer makes lives at a time
+        return Activations(2 * boundary, forward, _loss(inventory, tokens, b, False) if stage.loss else 0)
+    if engine.recompute == "full":
+        kept = in_flight * (len(stage.layers) + 1) * boundary
+        layer = running
+    else:
+        kept = in_flight * (sum(saved) + (len(stage.layers) + 1) * boundary)
+        layer = running - (max(saved) if saved else 0)
+    return Activations(kept, layer, _loss(inventory, tokens, b, True) if stage.loss else 0)
+
+
+def saved_bytes(w: LayerWidths, tokens: int, b: int, chunk: int, top_k: int, tp: int = 1) -> int:
+    """What autograd saves of one layer beside its input, for `tokens` tokens in values of `b` bytes."""
+    casts = 4 * w.casts if b == 2 else 0
+    total = tokens * (b * w.native + 4 * w.fp32 + casts + w.bytes + top_k * (b * w.routed + 4 * w.routed_fp32))
+    if w.chunked and tokens <= chunk:  # several chunks are recomputed one by one
+        total += _chunk_bytes(w, tokens, tokens, b)
+    return total // tp
+
+
+def running_bytes(facts: ModelFacts, w: LayerWidths, tokens: int, b: int, chunk: int, tp: int = 1) -> int:
+    """The most that a layer needs while it is run backward: its saved values and the gradients around them."""
+    saved, copies = saved_bytes(w, tokens, b, chunk, facts.top_k, tp), tokens * facts.top_k // tp
+    experts = copies * (b * w.routed + 4 * w.routed_fp32)
+    streams = 2 * b * facts.boundary * tokens // tp  # the gradient that came, and the one that is summed up
+    at_experts = saved + streams + 2 * b * copies * facts.hidden_size  # of the experts' outputs, sorted and not
+    at_streams = saved - experts + streams + STREAM_BACKWARD_FP32 * 4 * w.stream * tokens // tp
+    at_attention = 0
+    if w.chunked:
+        queries = min(tokens, chunk)
+        fresh = _chunk_bytes(w, queries, tokens, b) if tokens > chunk else 0
+        pairs = queries * keys_of(w, queries, tokens)
+        gradients = pairs * w.pair * (4 * PAIR_BACKWARD_FP32 + b * PAIR_BACKWARD_NATIVE)
+        at_attention = saved - experts + streams + fresh + gradients
+    return max(at_experts, at_streams, at_attention)
+
+
+def keys_of(w: LayerWidths, queries: int, tokens: int) -> int:
+    """Keys that a chunk of queries meets: the window before it, itself, and compressed entries."""
+    return min(tokens, queries + w.window) + (tokens // w.ratio if w.ratio else 0)
+
+
+def _chunk_bytes(w: LayerWidths, queries: int, tokens: int, b: int) -> int:
+    casts = 4 * w.query_casts if b == 2 else 0
+    pairs = queries * keys_of(w, queries, tokens)
+    return queries * (b * w.query + 4 * w.query_fp32 + casts) + pairs * (b * w.pair + 4 * w.pair_fp32 + w.pair_bytes)
+
+
+def _loss(inventory: Inventory, tokens: int, b: int, train: bool) -> int:
+    """Logits of one chunk (bf16, fp32, and once more while they are divided), backward with their gradient and the
+    weight's in fp32; the head's own copies of the last layer's output."""
+    facts, engine, tp = inventory.facts, inventory.config.engine, inventory.config.layout.tp
+    vocab, h = -(-facts.vocab_size // tp), facts.hidden_size
+    chunk = min(tokens, engine.logprob_chunk) * vocab
+    cast = b if b == 2 else 0
+    head = tokens * (4 * 2 * facts.boundary + 12 * h)
+    if not train:
+        return chunk * (8 + cast) + head
+    return chunk * (8 + cast) + 2 * 4 * vocab * h + head

@@ -1,0 +1,225 @@
+"""Memory by phase and owner: each stage's GPUs, each stage's nodes. Imports no torch.
+
+What a process takes before it holds a tensor was measured and is given with its source; everything else is counted from
+the model's sizes. docs/planner.md says where each term comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moe_rl.config import Config, ModelFacts
+from moe_rl.config.host import resolve_device
+
+from .activations import activations
+from .inventory import Inventory, Stage
+from .optimizer_memory import OptimizerMode, optimizer_memory
+from .rollouts import Rollout
+
+GB, GIB = 10**9, 2**30
+PHASES = ("load", "rollout", "log_prob", "update", "save", "resume", "sync")
+Items = dict[str, float]
+
+# Resident host bytes of one process, nothing of a model on the host
+TRAINER_ON_GPU = 2.605 * GB  # H200, after its first steps: optimizers_h200.json, `fp32-states`, host_rss
+TRAINER_ON_CPU = 0.62 * GB  # planner_memory_cpu.json
+ROLLOUT_ON_CPU = 0.55 * GB  # likewise: transformers' replica
+ENGINE_CORE = 1.3 * GB  # beside each vLLM worker its scheduler, and a server's share: 0.6 + 0.7 GB as vLLM shows them on a CPU
+DRIVER = 0.85 * GB  # planner_memory_cpu.json: driver and Ray's servers
+NCCL_ON_GPU = 1.0 * GIB  # CUDA context and NCCL's channels of one process (vLLM PR #51485: about 1 GiB a rank)
+PACKET = 64 * 2**20  # of weights in flight
+READ_BUFFER = 64 * 2**20  # of rows that are decoded at a time (models/load.py)
+RAY_DEFAULT = 200 * GB
+
+
+def ray_default_store(available: float, shm: float) -> float:
+    """Bytes of Ray's object store where nothing is said: 30 % of available memory, at most 200 GB and 95 % of /dev/shm
+    (Ray 2.60: DEFAULT_OBJECT_STORE_MEMORY_PROPORTION and its neighbours)."""
+    return min(0.3 * available, RAY_DEFAULT, 0.95 * shm)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """A stage's bytes, phase -> item -> bytes: of one of its GPUs, and of one of its ranks on the host."""
+
+    gpu: Mapping[str, Items]
+    host: Mapping[str, Items]
+
+    def gpu_peak(self) -> float:
+        return sum(worst(self.gpu, resume=True).values())
+
+    def actor(self) -> float:
+        """What the trainer keeps on a GPU between phases: weights, gradients, states, buffers."""
+        return sum(self.gpu["load"].get(k, 0.0) for k in RESIDENT)
+
+
+RESIDENT = ("weights", "gradients", "masters", "moments", "buffers")
+
+
+@dataclass
+class Memory:
+    """Everything, by stage."""
+
+    config: Config
+    facts: ModelFacts
+    inventory: Inventory
+    rollout: Rollout
+    micro_batches: int
+    tokens: int
+    stages: list[StageMemory] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: Config, facts: ModelFacts, micro_batches: int, tokens: int) -> Memory:
+        """`tokens` are those of the largest micro-batch, of which each rank has `micro_batches` in a step."""
+        memory = cls(config, facts, Inventory.of(config, facts), Rollout.of(config, facts), micro_batches, tokens)
+        seen: dict[tuple, StageMemory] = {}
+        for stage in memory.inventory.stages:
+            kinds = [facts.layers[i] for i in stage.layers], [i in facts.hash_layers for i in stage.layers]
+            key = (*map(tuple, kinds), stage.embedding, stage.loss, memory.in_flight(stage))
+            if key not in seen:
+                seen[key] = memory._stage(stage)
+            memory.stages.append(seen[key])
+        return memory
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        device = self.config.engine.device
+        return device == "cuda" or (device == "auto" and resolve_device(device) == "cuda")
+
+    def in_flight(self, stage: Stage) -> int:
+        """Micro-batches whose activations a stage keeps at once: 1F1B, interleaved with virtual stages."""
+        layout = self.config.layout
+        depth = layout.pp - stage.index
+        if layout.vpp > 1:
+            depth = 2 * (layout.pp - stage.index - 1) + (layout.vpp - 1) * layout.pp + 1
+        return max(1, min(self.micro_batches * layout.vpp, depth)) if layout.pp > 1 else 1
+
+    # ------------------------------------------------------------------------------------------------------- one stage
+    def _stage(self, stage: Stage) -> StageMemory:
+        config, inventory = self.config, self.inventory
+        mode = OptimizerMode.of(config)
+        b = 4 if config.engine.dtype == "fp32" else 2
+        shards = inventory.shards(stage)
+        if b == 4:  # fp32 weights are their own masters
+            shards = [type(s)(s.numel, s.owned, fp32=True) for s in shards]
+        states = optimizer_memory(shards, mode)
+        owned, largest = sum(s.owned for s in shards), inventory.largest(stage)
+        held: Items = {**states.gpu, "buffers": inventory.untrained_bytes(stage)}
+        if config.algorithm.kl != "none":
+            held["reference"] = states.gpu["weights"]
+        offloaded = {k: float(v) for k, v in states.host.items() if v}
+        step: Items = {k: v for k, v in states.gpu_step.items() if v}
+        acts = {
+            train: activations(inventory, stage, self.tokens, self.in_flight(stage), train) for train in (True, False)
+        }
+        update = {"activations kept": acts[True].kept, "activations running": acts[True].peak - acts[True].kept}
+        score = {"activations running": acts[False].peak}
+        packet = float(min(4 * largest, PACKET)) if self.on_gpu else 4.0 * largest
+        save, resume = self._saving(states, owned, largest, offloaded)
+        gpu: dict[str, Items] = {phase: dict(held) for phase in PHASES}
+        gpu["update"] |= update if sum(update.values()) > sum(step.values()) else step
+        gpu["log_prob"] |= score
+        gpu["sync"]["packets"] = 2 * packet
+        host: dict[str, Items] = {phase: dict(offloaded) for phase in PHASES}
+        host["save"] |= save
+        host["resume"] |= resume
+        host["load"]["read buffer"] = float(READ_BUFFER)
+        host["sync"]["packets"] = packet
+        return StageMemory(*self._placed(gpu, host))
+
+    def _placed(self, gpu: dict[str, Items], host: dict[str, Items]) -> tuple[dict[str, Items], dict[str, Items]]:
+        """On GPUs the colocated rollout engine and what each process takes; on a CPU one memory for both."""
+        if not self.on_gpu:
+            for phase, items in gpu.items():
+                for name, size in items.items():
+                    host[phase][name] = host[phase].get(name, 0.0) + size
+            return {phase: {} for phase in PHASES}, host
+        for phase, items in gpu.items():
+            items["contexts"] = NCCL_ON_GPU * (2 if self.rollout.colocated else 1)
+            if self.rollout.colocated:
+                items["rollout weights"] = self.rollout.weights
+                if phase == "rollout":
+                    items["kv cache"] = self.kv_cache()
+        return gpu, host
+
+    def _saving(self, states, owned: int, largest: int, offloaded: Items) -> tuple[Items, Items]:
+        """What a save and a resume add to a rank's host memory (the table in docs/architecture.md)."""
+        c = self.config.checkpoint
+        b = 4 if self.config.engine.dtype == "fp32" else 2
+        tensor = 4.0 * largest if "optimizer" in c.contents else float(b * largest)
+        # of a tensor that all data-parallel ranks hold one of them writes a copy
+        save: Items = {"checkpoint tensor": tensor / max(1, min(self.inventory.width, self.config.cluster.gpus_per_node))}
+        share = states.gpu["weights"] / max(1, self.inventory.copies) + 12 * owned * ("optimizer" in c.contents)
+        if c.async_save:
+            save["checkpoint staging"] = share
+        if self.config.optimizer.precision_aware and not offloaded and "optimizer" in c.contents:
+            save["states in fp32"] = 12.0 * owned
+        resume: Items = {"checkpoint tensor": 2 * tensor}
+        if "optimizer" in (c.load_contents or c.contents):
+            resume["checkpoint piece"] = 256 * 2**20
+            if offloaded:
+                resume["masters again"] = offloaded.get("masters", 0.0)
+        return save, resume
+
+    # ---------------------------------------------------------------------------------------------------- whole nodes
+    def kv_cache(self) -> float:
+        """Bytes of KV cache of a rollout rank: what its share of a GPU leaves, or what the sequences need."""
+        r, c = self.rollout, self.config
+        if r.vllm and self.on_gpu and r.share is not None:
+            return max(0.0, r.share * c.machine.gpu_memory_gib * GIB - r.weights - NCCL_ON_GPU)
+        per_rank = -(-c.data.prompts_per_step * c.rollout.n // (r.replicas * r.dp))
+        return min(per_rank, c.rollout.batch_size) * (self.longest * r.kv_token + r.kv_sequence)
+
+    @property
+    def longest(self) -> int:
+        return self.config.data.max_prompt + self.config.rollout.max_response
+
+    def store(self) -> float:
+        return self.config.cluster.object_store_gib * GIB
+
+    def processes(self, stage_index: int) -> Items:
+        """Host bytes of a node's processes, whatever the model: trainer ranks, rollout workers, Ray."""
+        ranks, r = self.config.cluster.gpus_per_node, self.rollout
+        if not self.on_gpu:
+            items = {"trainer processes": ranks * TRAINER_ON_CPU, "driver": DRIVER}
+            items["rollout processes"] = r.replicas * (ROLLOUT_ON_CPU + r.weights)
+            return items
+        workers = ranks if r.colocated or r.vllm else 0
+        items = {"trainer processes": ranks * TRAINER_ON_GPU, "object store": self.store()}
+        items["rollout processes"] = workers * TRAINER_ON_GPU + -(-workers // r.tp) * ENGINE_CORE
+        if stage_index == 0:
+            items["driver"] = DRIVER
+        return items
+
+    def nodes(self) -> list[dict[str, Items]]:
+        """For each stage the fullest node that has ranks of it: phase -> item -> bytes."""
+        width, per_node = self.inventory.width, self.config.cluster.gpus_per_node
+        found = []
+        for index in range(len(self.stages)):
+            first = index * width // per_node
+            best: dict[str, Items] = {}
+            for node in range(first, ((index + 1) * width - 1) // per_node + 1):
+                items = self._node(node, width, per_node)
+                if sum(worst(items).values()) > sum(worst(best).values()):
+                    best = items
+            found.append(best)
+        return found
+
+    def _node(self, node: int, width: int, per_node: int) -> dict[str, Items]:
+        total: dict[str, Items] = {phase: self.processes(node) for phase in PHASES}
+        for rank in range(node * per_node, min((node + 1) * per_node, self.config.world)):
+            for phase, items in self.stages[rank // width].host.items():
+                for name, size in items.items():
+                    total[phase][name] = total[phase].get(name, 0.0) + size
+        if not self.on_gpu:
+            total["rollout"]["kv cache"] = self.rollout.replicas * self.kv_cache()
+            total["sync"]["object store"] = min(self.store(), float(self.rollout.weights))
+        return total
+
+
+def worst(phases: Mapping[str, Items], resume: bool = False) -> Items:
+    """The items of the phase that needs most; a resume, which not every run has, counts where asked for."""
+    chosen = [items for phase, items in phases.items() if resume or phase != "resume"]
+    return max(chosen, key=lambda items: sum(items.values()), default={})
