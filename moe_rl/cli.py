@@ -110,7 +110,9 @@ def plan(
     """What a run needs before it starts: layout, memory by phase, time of a step, checkpoints. Needs no GPU."""
     from moe_rl.planning import run as run_planner
 
-    print(run_planner(recipe, overrides or (), hw=hw, files=file or (), search=search, measured=measured, as_json=as_json))
+    print(
+        run_planner(recipe, overrides or (), hw=hw, files=file or (), search=search, measured=measured, as_json=as_json)
+    )
 
 
 @app.command()

@@ -35,9 +35,7 @@ def run(
     return json.dumps(plan.as_dict(), indent=1) if as_json else describe(plan)
 
 
-def read(
-    source: str, overrides: Sequence[str], hw: str | None, files: Sequence[Path]
-) -> tuple[Config, ModelFacts]:
+def read(source: str, overrides: Sequence[str], hw: str | None, files: Sequence[Path]) -> tuple[Config, ModelFacts]:
     """The configuration, and the facts of its model. `source` is a recipe, or a config.json or the directory that has it."""
     path = Path(source)
     directory = path.parent if path.name == "config.json" else path
@@ -46,4 +44,3 @@ def read(
     else:
         config = load_config(source, overrides, hw=hw, files=files)
     return config, read_facts(config.model.path, config.model.family)
-

@@ -352,9 +352,7 @@ class MachineConfig:
 
     gpu_memory_gib: float = key(79.6, "Memory of one GPU; the default is an H100 SXM's (80 GB).", unit="GiB", above=0)
     host_memory_gib: float = key(2048.0, "Memory of a node.", unit="GiB", above=0)
-    shm_gib: float = key(
-        0.0, "Size of /dev/shm; 0: half of the node's memory, Linux's default.", unit="GiB", low=0
-    )
+    shm_gib: float = key(0.0, "Size of /dev/shm; 0: half of the node's memory, Linux's default.", unit="GiB", low=0)
     tflops: float = key(989.0, "Dense bf16 peak of a GPU; the default is an H100 SXM's.", unit="TFLOP/s", above=0)
     utilisation: float = key(
         0.02,
@@ -365,16 +363,18 @@ class MachineConfig:
     )
     hbm_gbps: float = key(3350.0, "Bandwidth of a GPU's memory; the default is an H100 SXM's.", unit="GB/s", above=0)
     pcie_gbps: float = key(
-        55.0, "Copies between pinned host memory and a GPU, each way; the default was measured on an H200.",
-        unit="GB/s", above=0,
+        55.0,
+        "Copies between pinned host memory and a GPU, each way; the default was measured on an H200.",
+        unit="GB/s",
+        above=0,
     )
     host_gbps: float = key(
-        67.0, "Bytes that Adam on a node's CPUs goes through; the default was measured on 16 cores.",
-        unit="GB/s", above=0,
+        67.0,
+        "Bytes that Adam on a node's CPUs goes through; the default was measured on 16 cores.",
+        unit="GB/s",
+        above=0,
     )
-    nic_gbps: float = key(
-        50.0, "Network of one GPU, each way; the default is one 400 Gb/s port.", unit="GB/s", above=0
-    )
+    nic_gbps: float = key(50.0, "Network of one GPU, each way; the default is one 400 Gb/s port.", unit="GB/s", above=0)
     nvlink_gbps: float = key(
         450.0, "GPU to GPU inside a node, each way; the default is an H100 SXM's.", unit="GB/s", above=0
     )

@@ -41,10 +41,7 @@ def activations(inventory: Inventory, stage: Stage, tokens: int, in_flight: int,
     boundary = b * facts.boundary * tokens // tp
     saved = [saved_bytes(facts.layers[i], tokens, b, engine.attention_chunk, facts.top_k, tp) for i in stage.layers]
     running = max(
-        (
-            running_bytes(facts, facts.layers[i], tokens, b, engine.attention_chunk, tp)
-            for i in stage.layers
-        ),
+        (running_bytes(facts, facts.layers[i], tokens, b, engine.attention_chunk, tp) for i in stage.layers),
         default=0,
     )
     if not train:

@@ -26,7 +26,9 @@ Items = dict[str, float]
 TRAINER_ON_GPU = 2.605 * GB  # H200, after its first steps: optimizers_h200.json, `fp32-states`, host_rss
 TRAINER_ON_CPU = 0.62 * GB  # planner_memory_cpu.json
 ROLLOUT_ON_CPU = 0.55 * GB  # likewise: transformers' replica
-ENGINE_CORE = 1.3 * GB  # beside each vLLM worker its scheduler, and a server's share: 0.6 + 0.7 GB as vLLM shows them on a CPU
+ENGINE_CORE = (
+    1.3 * GB
+)  # beside each vLLM worker its scheduler, and a server's share: 0.6 + 0.7 GB as vLLM shows them on a CPU
 DRIVER = 0.85 * GB  # planner_memory_cpu.json: driver and Ray's servers
 NCCL_ON_GPU = 1.0 * GIB  # CUDA context and NCCL's channels of one process (vLLM PR #51485: about 1 GiB a rank)
 PACKET = 64 * 2**20  # of weights in flight
@@ -150,7 +152,9 @@ class Memory:
         b = 4 if self.config.engine.dtype == "fp32" else 2
         tensor = 4.0 * largest if "optimizer" in c.contents else float(b * largest)
         # of a tensor that all data-parallel ranks hold one of them writes a copy
-        save: Items = {"checkpoint tensor": tensor / max(1, min(self.inventory.width, self.config.cluster.gpus_per_node))}
+        save: Items = {
+            "checkpoint tensor": tensor / max(1, min(self.inventory.width, self.config.cluster.gpus_per_node))
+        }
         share = states.gpu["weights"] / max(1, self.inventory.copies) + 12 * owned * ("optimizer" in c.contents)
         if c.async_save:
             save["checkpoint staging"] = share

@@ -68,7 +68,9 @@ def _stages(plan: Plan, gpu: Mapping[str, list[float]], host: Mapping[str, list[
     for stage in plan.memory.inventory.stages:
         i = stage.index
         ends = ("E" if stage.embedding else "") + "t" * len(stage.layers) + ("L" if stage.loss else "")
-        rows.append((ends, f"{gpu['per_stage'][i]:.1f}", f"{gpu['actor_per_stage'][i]:.1f}", f"{host['per_stage'][i]:.1f}"))
+        rows.append(
+            (ends, f"{gpu['per_stage'][i]:.1f}", f"{gpu['actor_per_stage'][i]:.1f}", f"{host['per_stage'][i]:.1f}")
+        )
     start = 0
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i] != rows[start]:

@@ -26,8 +26,15 @@ def _layer(arch: DeepseekV4Arch, layer: int, dense: int, expert: int) -> LayerWi
     index_pairs = arch.index_num_heads * arch.index_head_dim if kind == SPARSE else 0
     return LayerWidths(
         # the streams between attention and experts; outputs rejoined; two norms; latents; q, o, grouped o; compressor
-        native=n * h + 2 * (h + n + n * n) + 4 * h + 2 * q_lora + 2 * d
-        + 2 * q_wide + arch.o_groups * arch.o_lora_rank + 2 * series * d + 6 * m,
+        native=n * h
+        + 2 * (h + n + n * n)
+        + 4 * h
+        + 2 * q_lora
+        + 2 * d
+        + 2 * q_wide
+        + arch.o_groups * arch.o_lora_rank
+        + 2 * series * d
+        + 6 * m,
         fp32=2 * (n * h + 1 + mixing) + 4 + series * d + 2 * arch.num_experts + 2 * k,
         casts=2 * n * h + 2 * h + q_lora + d + h,
         bytes=36 * k,  # int64 expert ids, and the order that sorts copies by expert (Tk ids, sorted and not)
