@@ -78,8 +78,8 @@ class Memory:
         memory = cls(config, facts, Inventory.of(config, facts), Rollout.of(config, facts), micro_batches, tokens)
         seen: dict[tuple, StageMemory] = {}
         for stage in memory.inventory.stages:
-            kinds = [facts.layers[i] for i in stage.layers], [i in facts.hash_layers for i in stage.layers]
-            key = (*map(tuple, kinds), stage.embedding, stage.loss, memory.in_flight(stage))
+            kinds = tuple((facts.layers[i], i in facts.hash_layers) for i in stage.layers)
+            key = (kinds, stage.embedding, stage.loss, memory.in_flight(stage))
             if key not in seen:
                 seen[key] = memory._stage(stage)
             memory.stages.append(seen[key])

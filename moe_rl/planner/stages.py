@@ -18,8 +18,8 @@ def balance(
     if segments < 1 or n < least + segments - 1:
         return None
     total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    for one in costs:
+        total.append(total[-1] + one)
 
     def cost(segment: int, start: int, stop: int) -> float:
         return total[stop] - total[start] + (first if segment == 0 else 0) + (last if segment == segments - 1 else 0)

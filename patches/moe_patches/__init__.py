@@ -23,8 +23,8 @@ def patches() -> list[Patch]:
     from .hybrid_gradients import HybridGradients
     from .hybrid_masters import HybridMasters
     from .hybrid_reload import HybridReload
-    from .hybrid_step import HybridStep
     from .hybrid_staging import HybridStaging
+    from .hybrid_step import HybridStep
     from .no_grad import NoGradMainParams
     from .optimizer_states import OptimizerStates
 
