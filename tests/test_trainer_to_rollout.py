@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from benchmarks.sync_plan import trainer_shares
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import weight_table
 from moe_rl.models.digest import digest_all
 from moe_rl.models.weights import whole_parts
-from moe_rl.reshard.plan import Owned, make_plan
+from moe_rl.reshard.plan import Owned, make_plan, plan_shares, shares
 from moe_rl.reshard.transport import pack
 from tests.distributed import run_ranks
 from tests.small_v4 import model_config, run_config, sequences, write_model
@@ -53,11 +54,15 @@ def test_a_trained_model_in_shards_becomes_one_rollout_that_scores_alike(tmp_pat
     held = engine.holdings(0)
     plan = make_plan([o for _, owned, *_ in ranks for o in owned], held)
     assert len(plan.transfers) == 4
+    # what the ranks of this layout list without each other, as full-size plans are made, is what the real ones list
+    alone = trainer_shares(str(path), pp=2, ep=2, world=4, stages="Ettt|ttL", dtype="fp32")
+    assert plan_shares(alone, shares(held)) == plan
     dtypes = {h.name: h.dtype for h in held}
     packets = []
     for source, _, boxes, _ in plan.transfers:
         parts = whole_parts({n: torch.from_numpy(a) for n, a in ranks[source][2].items()})
         packets += pack(parts, boxes, dtypes, version=1, source=source)
+    assert sum(packet.nbytes for packet in packets) == plan.nbytes
     engine.receive(packets, 1, plan.names[0])
     live = digest_all({name: part.view for name, (part,) in engine._receiver._parts.items()})
     for _, _, _, digests, _ in ranks:

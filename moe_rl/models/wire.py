@@ -8,8 +8,9 @@ reads; checkpoints with FP4 experts have E8M0 scales throughout, those with FP8 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -112,6 +113,22 @@ class Wire:
 
 
 PLAIN = Wire()
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether a form in which a tensor travels (a short name, "fp8", "mxfp4") holds integers."""
+    return dtype in DTYPES and DTYPES[dtype].integer
+
+
+def wire_bytes(dtype: str, start: Sequence[int], extent: Sequence[int]) -> int:
+    """Bytes of a block that travels as `dtype` (a short name, "fp8", "mxfp4"), the E8M0 scales that it touches included."""
+    if dtype == "mxfp4":
+        (_, left), (rows, columns) = start, extent
+        return rows * (-(-columns // 2) + -(-(left + columns) // MXFP4_BLOCK) - left // MXFP4_BLOCK)
+    if dtype == "fp8":
+        blocks = (-(-(at + n) // FP8_BLOCK) - at // FP8_BLOCK for at, n in zip(start, extent, strict=True))
+        return math.prod(extent) + math.prod(blocks)
+    return math.prod(extent) * DTYPES[dtype].size
 
 
 def scale_name(weight: str) -> str:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from moe_rl.errors import RunFailed
-from moe_rl.models.weights import DTYPES, Box
+from moe_rl.models.weights import Box
+from moe_rl.models.wire import is_integer, wire_bytes
+
+SLACK = 1.02  # how far an owner may pass its equal part for a sender that is nearer or a peer already
 
 _DIFFER = "differ between the ranks that own them"
 
@@ -31,8 +34,8 @@ class Owned(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a receiver (a rollout worker, numbered from 0) must be given of the tensor `name` of `shape`, in the dtype that
-    it keeps it in: the block `box`, or all of it."""
+    """What a receiver (a rollout worker, numbered from 0) must be given of the tensor `name` of `shape`, in the form that
+    it keeps it in: the block `box`, or all of it. `dtype` is a short name, or "fp8" or "mxfp4" for codes and block scales."""
 
     receiver: int
     name: str
@@ -42,7 +45,7 @@ class Held(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return _box(self).numel * DTYPES[self.dtype].size
+        return wire_bytes(self.dtype, _box(self).start, _box(self).extent)
 
 
 def _box(item: Owned | Held) -> Box:
@@ -64,6 +67,7 @@ class Plan:
 
     transfers: tuple[Transfer, ...]
     sources: tuple[int, ...]
+    topology: Topology | None = None
 
     @cached_property
     def names(self) -> dict[int, tuple[str, ...]]:
@@ -92,8 +96,8 @@ class Plan:
         receiver_peers = Counter(t.receiver for t in self.transfers)
         return (
             f"{len(self.sources)} trainer ranks send {_size(self.nbytes)} to {len(received)} receivers in one update\n"
-            f"  a rank sends {_range(list(sent.values()))} to {_peers([source_peers[r] for r in sent])} receivers\n"
-            f"  a receiver takes {_range(list(received.values()))} from {_peers(list(receiver_peers.values()))} ranks"
+            f"  a rank sends {range_text(sent.values())} to {peers_text([source_peers[r] for r in sent])} receivers\n"
+            f"  a receiver takes {range_text(received.values())} from {peers_text(receiver_peers.values())} ranks"
         )
 
 
@@ -106,91 +110,178 @@ def _size(nbytes: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _range(values: list[int]) -> str:
+def range_text(values: Collection[int]) -> str:
     low, high = min(values, default=0), max(values, default=0)
     return _size(low) if low == high else f"{_size(low)} to {_size(high)}"
 
 
-def _peers(values: list[int]) -> str:
+def peers_text(values: Collection[int]) -> str:
     low, high = min(values, default=0), max(values, default=0)
     return str(low) if low == high else f"{low} to {high}"
 
 
-def make_plan(owned: Iterable[Owned], held: Iterable[Held]) -> Plan:
-    """Join the two sides; the result does not depend on the order of the arguments.
+@dataclass(frozen=True)
+class Topology:
+    """Where ranks stand: `per_node` of each side on a node, in order. Colocated, trainer rank r and receiver r share a GPU;
+    else the two sides have nodes of their own."""
+
+    per_node: int = 8
+    colocated: bool = True
+
+    def near(self, source: int, receiver: int) -> int:
+        """2 on one GPU, 1 on one node (NVLink), 0 over the network."""
+        if not self.colocated or source // self.per_node != receiver // self.per_node:
+            return 0
+        return 1 + (source == receiver)
+
+
+class Share(NamedTuple):
+    """Ranks (of one side) that hold exactly the same: data-parallel copies of a trainer's share, or a receiver of each
+    replica. `tensors` are (name, shape, dtype, block), sorted."""
+
+    ranks: tuple[int, ...]
+    tensors: tuple[tuple[str, tuple[int, ...], str, Box], ...]
+
+
+def shares(items: Iterable[Owned | Held]) -> list[Share]:
+    """What each rank lists, as few shares as there are different lists. A full-size model has millions of (rank, tensor)
+    pairs and a few hundred shares."""
+    lists: dict[int, list[tuple[str, tuple[int, ...], str, Box]]] = defaultdict(list)
+    for item in items:
+        lists[item[0]].append((item.name, item.shape, item.dtype, _box(item)))
+    ranks: dict[tuple[tuple[str, tuple[int, ...], str, Box], ...], list[int]] = defaultdict(list)
+    for rank in sorted(lists):
+        ranks[tuple(sorted(lists.pop(rank)))].append(rank)
+    return [Share(tuple(having), tensors) for tensors, having in ranks.items()]
+
+
+def make_plan(owned: Iterable[Owned], held: Iterable[Held], topology: Topology | None = None) -> Plan:
+    """Join the two sides; the result does not depend on the order of the arguments. See :func:`plan_shares`."""
+    return plan_shares(shares(owned), shares(held), topology)
+
+
+def plan_shares(owned: Sequence[Share], held: Sequence[Share], topology: Topology | None = None) -> Plan:
+    """Who sends what to whom.
 
     Every element of a held block comes exactly once, from a rank that owns it: a block travels as its intersections with
-    the owned ones. Blocks with the same owners are dealt out together: with at least as many receivers as owners, a
-    receiver gets them all from one of these owners; with fewer, the owners share the blocks of each receiver.
+    the owned ones. Blocks with the same owners are dealt out together, those with few possible senders first, so that
+    those with many level the loads out: with at least as many receivers as owners, a receiver gets them all from one of
+    these owners; with fewer, the owners share the blocks of each receiver. Among owners that would not pass their equal
+    part by more than `SLACK`, one on the receiver's own GPU or node comes first, then one that sends to it already.
 
     Raises:
         RunFailed: tensors that no rank owns (or not all of), that no receiver holds, that differ in shape or kind of dtype,
             or that one side lists twice; all of them are named.
     """
-    owners, holders = _check(list(owned), list(held))
-    groups: dict[tuple[int, ...], list[tuple[int, Box, int]]] = defaultdict(list)  # receiver, block, bytes
-    for name in sorted(holders):
-        for tensor in holders[name]:
-            for block, having in owners[name].items():
-                if (piece := _box(tensor) & block).numel:
-                    size = piece.numel * DTYPES[tensor.dtype].size
-                    groups[tuple(having)].append((tensor.receiver, piece, size))
+    groups = _join(owned, held)
     load: Counter[int] = Counter()
-    sends: dict[tuple[int, int], dict[Box, int]] = defaultdict(dict)
-    # Blocks with few possible senders first: those with many then level the loads out.
-    for ranks, pieces in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
-        by_receiver: dict[int, list[tuple[int, Box]]] = defaultdict(list)
-        for receiver, piece, size in pieces:
-            by_receiver[receiver].append((-size, piece))
-        parts = max(1, len(ranks) // len(by_receiver))
-        sizes = {receiver: sum(size for size, _ in mine) for receiver, mine in by_receiver.items()}
-        for receiver in sorted(by_receiver, key=lambda r: (sizes[r], r)):
-            chosen = sorted(ranks, key=lambda rank: (load[rank], rank))[:parts]
-            for size, piece in sorted(by_receiver[receiver]):
-                source = min(chosen, key=lambda rank: (load[rank], rank))
+    sends: dict[tuple[int, int], list[_Pieces]] = defaultdict(list)
+    for ranks, bundles in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
+        receivers = sorted((-b.nbytes, r, b) for share, b in bundles.items() for r in held[share].ranks)
+        parts = max(1, len(ranks) // len(receivers))
+        total = sum(load[rank] for rank in ranks) - sum(size for size, *_ in receivers)
+        limit = SLACK * total / len(ranks)
+        for size, receiver, bundle in receivers:
+            if parts == 1:
+                rates = []
+                for rank in ranks:
+                    over, near = load[rank] - size > limit, topology.near(rank, receiver) if topology else 0
+                    rates.append((over, -near, over or (rank, receiver) not in sends, load[rank], rank))
+                source = min(rates)[-1]
                 load[source] -= size
-                sends[source, receiver][piece] = -size
+                sends[source, receiver].append(bundle)
+                continue
+            chosen = sorted(ranks, key=lambda rank: (load[rank], rank))[:parts]
+            for piece, nbytes in sorted(bundle.pieces, key=lambda p: (-p[1], p[0])):
+                source = min(chosen, key=lambda rank: (load[rank], rank))
+                load[source] += nbytes
+                sends[source, receiver].append(_Pieces([(piece, nbytes)]))
+    joined: dict[tuple[int, ...], tuple[Box, ...]] = {}  # replicas get the same blocks: one tuple for all of them
+
+    def boxes(parts: list[_Pieces]) -> tuple[Box, ...]:
+        key = tuple(map(id, parts))
+        if key not in joined:
+            joined[key] = tuple(sorted(box for part in parts for box, _ in part.pieces))
+        return joined[key]
+
     transfers = tuple(
-        Transfer(source, receiver, tuple(sorted(sizes)), sum(sizes.values()))
-        for (source, receiver), sizes in sorted(sends.items())
+        Transfer(source, receiver, boxes(parts), sum(part.nbytes for part in parts))
+        for (source, receiver), parts in sorted(sends.items(), key=lambda item: item[0])
     )
-    sources = {rank for blocks in owners.values() for having in blocks.values() for rank in having}
-    return Plan(transfers, tuple(sorted(sources)))
+    return Plan(transfers, tuple(sorted(rank for share in owned for rank in share.ranks)), topology)
 
 
-def _check(owned: list[Owned], held: list[Held]) -> tuple[dict[str, dict[Box, list[int]]], Mapping[str, list[Held]]]:
-    """Owning ranks of each block and holdings of each name, or one error for everything that does not join."""
+class _Pieces:
+    """Blocks that travel together, with the bytes of each."""
+
+    def __init__(self, pieces: list[tuple[Box, int]]) -> None:
+        self.pieces = pieces
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(size for _, size in self.pieces)
+
+    def __lt__(self, other: object) -> bool:
+        return False  # in a sort by size and receiver it never decides
+
+
+def _join(owned: Sequence[Share], held: Sequence[Share]) -> dict[tuple[int, ...], dict[int, _Pieces]]:
+    """Owning ranks -> number of a share of receivers -> the blocks that these ranks own and those receivers hold."""
+    blocks = _check(owned, held)
+    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    groups: dict[tuple[int, ...], dict[int, _Pieces]] = defaultdict(dict)
+    for i, share in enumerate(held):
+        for name, _, dtype, wanted in share.tensors:
+            for block, having in blocks[name].items():
+                piece = wanted if wanted == block else wanted & block
+                if not piece.numel:
+                    continue
+                key = tuple(having)
+                if key not in ranks_of:
+                    ranks_of[key] = tuple(sorted(rank for k in key for rank in owned[k].ranks))
+                bundle = groups[ranks_of[key]].setdefault(i, _Pieces([]))
+                bundle.pieces.append((piece, wire_bytes(dtype, piece.start, piece.extent)))
+    return groups
+
+
+def _check(owned: Sequence[Share], held: Sequence[Share]) -> dict[str, dict[Box, list[int]]]:
+    """Numbers of the shares that own each block of each name, or one error for everything that does not join."""
     owners: dict[str, dict[Box, list[int]]] = defaultdict(dict)
-    shapes: dict[str, Owned] = {}
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     problems: dict[str, list[str]] = defaultdict(list)
-    for own in sorted(owned, key=lambda o: (o.rank, o.name, _box(o))):
-        first = shapes.setdefault(own.name, own)
-        if (own.shape, own.dtype) != (first.shape, first.dtype):
-            problems[_DIFFER].append(own.name)
-        ranks = owners[own.name].setdefault(_box(own), [])
-        if ranks[-1:] == [own.rank]:
-            problems[f"are listed twice by rank {own.rank}"].append(own.name)
-        ranks.append(own.rank)
+    for i, share in enumerate(owned):
+        for name, shape, dtype, box in share.tensors:
+            if shapes.setdefault(name, (shape, dtype)) != (shape, dtype):
+                problems[_DIFFER].append(name)
+            having = owners[name].setdefault(box, [])
+            if having[-1:] == [i]:
+                problems[f"are listed twice by rank {share.ranks[0]}"].append(name)
+            having.append(i)
     for name, blocks in owners.items():
-        if not _tile(list(blocks), math.prod(shapes[name].shape)) and name not in problems[_DIFFER]:
+        if not _tile(list(blocks), math.prod(shapes[name][0])) and name not in problems[_DIFFER]:
             problems["are owned in blocks that leave gaps or overlap"].append(name)
-    holders: dict[str, list[Held]] = defaultdict(list)
-    for tensor in sorted(held, key=lambda h: (h.receiver, h.name, _box(h))):
-        source = shapes.get(tensor.name)
-        if source is None:
-            problems[f"are held by receiver {tensor.receiver} and owned by no rank"].append(tensor.name)
-            continue
-        if source.shape != tensor.shape:
-            shape = f"{tensor.name} ({list(source.shape)} and {list(tensor.shape)})"
-            problems[f"have another shape at receiver {tensor.receiver}"].append(shape)
-            continue
-        if DTYPES[source.dtype].integer != DTYPES[tensor.dtype].integer:
-            kinds = f"{tensor.name} ({source.dtype} and {tensor.dtype})"
-            problems[f"have another kind of dtype at receiver {tensor.receiver}"].append(kinds)
-        if any(h.receiver == tensor.receiver and (_box(h) & _box(tensor)).numel for h in holders[tensor.name][-1:]):
-            problems[f"are listed twice by receiver {tensor.receiver}"].append(tensor.name)
-        holders[tensor.name].append(tensor)
-    unheld = sorted(owners.keys() - {tensor.name for tensor in held})
+    seen: set[str] = set()
+    for share in held:
+        receiver, last = share.ranks[0], Box("", (), ())
+        for name, shape, dtype, box in share.tensors:
+            source = shapes.get(name)
+            if source is None:
+                problems[f"are held by receiver {receiver} and owned by no rank"].append(name)
+                continue
+            seen.add(name)
+            if source[0] != shape:
+                problems[f"have another shape at receiver {receiver}"].append(
+                    f"{name} ({list(source[0])} and {list(shape)})"
+                )
+                continue
+            if is_integer(source[1]) != is_integer(dtype):
+                problems[f"have another kind of dtype at receiver {receiver}"].append(
+                    f"{name} ({source[1]} and {dtype})"
+                )
+            if last.name == name and (last & box).numel:
+                problems[f"are listed twice by receiver {receiver}"].append(name)
+            last = box
+    unheld = sorted(owners.keys() - seen)
     if unheld:
         problems["are owned and held by no receiver"] += unheld
     problems = {kind: names for kind, names in problems.items() if names}
@@ -201,7 +292,7 @@ def _check(owned: list[Owned], held: list[Held]) -> tuple[dict[str, dict[Box, li
             "the trainer's weights and the rollouts' do not match:\n    " + "\n    ".join(lines),
             "an update would leave a rollout with weights that are not the trainer's",
         )
-    return owners, holders
+    return owners
 
 
 def _tile(boxes: list[Box], numel: int) -> bool:
