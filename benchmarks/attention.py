@@ -43,7 +43,7 @@ class Bench:
         self.torch, self.gpu, self.out = torch, args.device == "cuda", args.out
         self.device, self.start, self.budget = args.device, time.perf_counter(), args.budget_s
         self.record: dict[str, Any] = {
-            "command": " ".join(["python3", "benchmarks/attention.py", *sys.argv[1:]]),
+            "command": " ".join(["python3", *sys.argv]),
             "revision": _git("describe", "--always", "--dirty"),
             "hardware": torch.cuda.get_device_name() if self.gpu else platform.processor() or platform.machine(),
             "versions": {n: importlib.metadata.version(n) for n in ("torch", "triton")} | {"cuda": torch.version.cuda},
@@ -106,6 +106,15 @@ class Bench:
         self.bytes = 2 * source.nbytes / self.ms(lambda: target.copy_(source), 20) * 1e3
         return {"tflops": round(self.flops / 1e12, 1), "copy_gbps": round(self.bytes / 1e9, 1)}
 
+    def table(self) -> None:
+        print(f"{'case':44} {'':10} {'ms':>9} {'of floor':>9}")
+        for name, result in self.record["cases"].items():
+            for key, value in result.items():
+                if isinstance(value, dict) and "ms" in value:
+                    print(
+                        f"{name:44} {key:24} {value['ms']:9.3f} {value['of_floor']:9.1%} {value.get('peak_gib') or ''}"
+                    )
+
     def floor_ms(self, flops: float, moved: float = 0.0) -> float:
         return max(flops / self.flops, moved / self.bytes) * 1e3
 
@@ -137,7 +146,7 @@ def kernels(bench: Bench, kind: str, tokens: int, sizes: dict[str, int], launche
     case = cases.draw(
         [tokens], **sizes, ratio=ratio, top_k=k if top_k is None else top_k, dtype=dtype, device=bench.device
     )
-    pairs = _pairs(tokens, sizes["window"], ratio, k if top_k is None else top_k)
+    pairs = pairs_of(tokens, sizes["window"], ratio, k if top_k is None else top_k)
     one = case.q.nbytes
     floors = {
         "forward": bench.floor_ms(4 * pairs * sizes["heads"] * sizes["d"], 2 * one),
@@ -165,7 +174,7 @@ def kernels(bench: Bench, kind: str, tokens: int, sizes: dict[str, int], launche
     return result
 
 
-def _pairs(tokens: int, window: int, ratio: int, top_k: int) -> int:
+def pairs_of(tokens: int, window: int, ratio: int, top_k: int) -> int:
     """(query, key) pairs of one sequence."""
     near = sum(min(i + 1, window) for i in range(tokens))
     if not ratio:
@@ -174,7 +183,7 @@ def _pairs(tokens: int, window: int, ratio: int, top_k: int) -> int:
 
 
 # --- the layer's attention, projections and all
-def _arch(name: str):
+def released_arch(name: str):
     from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 
     return DeepseekV4Arch.from_dict(json.loads((ROOT / f"moe_rl/assets/models/{name}/config.json").read_text()))
@@ -189,7 +198,7 @@ def attention_module(bench: Bench, arch, kind: str, tokens: int, backends=("trit
     layer = arch.compress_ratios.index(ratio)
     dtype = torch.bfloat16 if bench.gpu else torch.float32
     packed = PackedSequences.from_lengths([tokens], bench.device)
-    pairs = _pairs(tokens, arch.sliding_window, ratio, arch.index_top_k if kind == "sparse" else 0)
+    pairs = pairs_of(tokens, arch.sliding_window, ratio, arch.index_top_k if kind == "sparse" else 0)
     result: dict[str, Any] = {}
     x = torch.randn(tokens, arch.hidden_size, device=bench.device).to(dtype).requires_grad_()
     for backend in backends:
@@ -262,11 +271,7 @@ def main() -> None:
         on_gpu(bench)
     else:
         tiny(bench)
-    print(f"{'case':44} {'':10} {'ms':>9} {'of floor':>9}")
-    for name, result in bench.record["cases"].items():
-        for key, value in result.items():
-            if isinstance(value, dict) and "ms" in value:
-                print(f"{name:44} {key:24} {value['ms']:9.3f} {value['of_floor']:9.1%} {value.get('peak_gib') or ''}")
+    bench.table()
 
 
 def on_gpu(bench: Bench) -> None:
@@ -286,7 +291,7 @@ def on_gpu(bench: Bench) -> None:
             f"choice {lengths} {k}", lambda a=(lengths, 4, k, heads, d): {"chose": cases.choices(*a, bf16, "cuda")}
         )
     bench.case("kernels sparse", lambda: kernels(bench, "sparse", 10240, PRO, (FORWARDS, BACKWARDS)))
-    pro, flash = _arch("dsv4-pro"), _arch("dsv4-flash")
+    pro, flash = released_arch("dsv4-pro"), released_arch("dsv4-flash")
     for kind in ("sparse", "heavy"):
         bench.case(f"block {kind} pro 10240", lambda k=kind: attention_module(bench, pro, k, 10240))
     for kind in ("heavy", "sliding"):

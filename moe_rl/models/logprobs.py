@@ -6,14 +6,56 @@ import torch
 import torch.distributed as dist
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (hidden @ weight.t()).float() / temperature
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 [C, V]; on a GPU bf16 products are summed and kept in float32."""
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return (hidden @ weight.t()).float()
 
 
 def _all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(values, op=op, group=group)
     return values
+
+
+def _chunk_sums(logits, place, here, temperature: float, group, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of x = logits / temperature: its peak [C], and over all ranks the sums of exp(x - peak), of the label's x, and of
+    exp(x - peak) (x - peak), [3, C]."""
+    if fused:
+        from moe_rl.models.fused_logprobs import statistics
+
+        own, *sums = statistics(logits, place.where(here, -1), temperature)
+        peak = _all_reduce(own.clone(), dist.ReduceOp.MAX, group)
+        shrink = torch.exp(own - peak)
+        total, label, weighted = sums
+        sums = [total * shrink, label, (weighted + (own - peak) * total) * shrink]
+    else:
+        logits = logits.div_(temperature)
+        peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, group)
+        label = logits.gather(1, place[:, None]).squeeze(1).masked_fill(~here, 0.0)
+        exps = logits.sub_(peak[:, None]).exp()
+        sums = [exps.sum(-1), label, exps.mul_(logits).sum(-1)]
+    return peak, _all_reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
+
+
+def _logit_grad(logits, place, here, normalisers, grad, temperature: float, dtype, fused: bool) -> torch.Tensor:
+    """Gradient of the logits [C, V] in `dtype`, from that of the labels' log-probs [C]."""
+    if fused:
+        from moe_rl.models.fused_logprobs import gradient
+
+        return gradient(logits, place.where(here, -1), normalisers, grad, temperature, dtype)
+    g = grad[:, None] / temperature
+    d = logits.div_(temperature).sub_(normalisers[:, None]).exp_().mul_(-g)
+    return d.scatter_add_(1, place[:, None], (g * here[:, None]).to(d.dtype)).to(dtype)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, in float32."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 class LabelLogProbs(torch.autograd.Function):
@@ -27,24 +69,17 @@ class LabelLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, chunk, want_entropy, first, group):
+    def forward(ctx, hidden, weight, labels, temperature, chunk, want_entropy, first, group, fused):
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits = _logits(h, weight, temperature)
-            peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, group)
             place, here = _local(y, first, len(weight))
-            label = logits.gather(1, place[:, None]).squeeze(1).masked_fill(~here, 0.0)
-            exps = (logits - peak[:, None]).exp_()
-            sums = [exps.sum(-1), label]
-            if want_entropy:
-                sums.append(exps.mul_(logits).sum(-1))
-            total, label, *weighted = _all_reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
-            z = peak + total.log()
-            logprobs.append(label - z)
-            normalisers.append(z)
-            entropies += [z - w / total for w in weighted]
+            peak, sums = _chunk_sums(_logits(h, weight), place, here, temperature, group, fused)
+            total, label, weighted = sums
+            normalisers.append(peak + total.log())
+            logprobs.append(label - normalisers[-1])
+            entropies.append(total.log() - weighted / total)
         ctx.save_for_backward(hidden, weight, labels, torch.cat(normalisers))
-        ctx.temperature, ctx.chunk, ctx.first = temperature, chunk, first
+        ctx.temperature, ctx.chunk, ctx.first, ctx.fused = temperature, chunk, first, fused
         entropy = torch.cat(entropies) if want_entropy else logprobs[0].new_empty(0)
         ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -57,16 +92,18 @@ class LabelLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            h, g = hidden[rows], grad[rows, None] / ctx.temperature
-            place, here = _local(labels[rows], ctx.first, len(weight))
-            d = _logits(h, weight, ctx.temperature).sub_(normalisers[rows, None]).exp_().mul_(-g)
-            d = d.scatter_add_(1, place[:, None], (g * here[:, None]).to(d.dtype)).to(weight.dtype)
+            h, (place, here) = hidden[rows], _local(labels[rows], ctx.first, len(weight))
+            logits = _logits(h, weight)
+            d = _logit_grad(
+                logits, place, here, normalisers[rows], grad[rows], ctx.temperature, weight.dtype, ctx.fused
+            )
+            del logits
             if grad_hidden is not None:
                 grad_hidden[rows] = d @ weight
             if grad_weight is not None:
-                grad_weight += d.t() @ h
+                _add_product(grad_weight, d.t(), h)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def _local(labels: torch.Tensor, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,14 +113,23 @@ def _local(labels: torch.Tensor, first: int, rows: int) -> tuple[torch.Tensor, t
 
 
 def label_logprobs(
-    hidden, weight, labels, temperature: float, chunk: int, entropy: bool, first: int = 0, group=None
+    hidden,
+    weight,
+    labels,
+    temperature: float,
+    chunk: int,
+    entropy: bool,
+    first: int = 0,
+    group=None,
+    fused: bool = False,
 ) -> torch.Tensor:
     """Natural-log probabilities of `labels` [T] under softmax(hidden @ weight^T / temperature).
 
     With `group` the vocabulary is split over its ranks, this one has rows `first` and on; see `LabelLogProbs`.
+    `fused` reads each chunk of logits by the kernels of `fused_logprobs`.
 
     Returns:
         float32 [1, T]; with `entropy` float32 [2, T], row 1 the entropy in nats of the same distribution, detached.
     """
-    logp, h = LabelLogProbs.apply(hidden, weight, labels, temperature, chunk, entropy, first, group)
+    logp, h = LabelLogProbs.apply(hidden, weight, labels, temperature, chunk, entropy, first, group, fused)
     return torch.stack((logp, h)) if entropy else logp[None]
