@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ from moe_rl import __version__
 from moe_rl.config import Config, load_config
 from moe_rl.config.load import shipped
 from moe_rl.config.problem import nearest
+from moe_rl.config.rules import layout_problems, model_directory
 from moe_rl.config.schema import KeyInfo, keys, sections
 from moe_rl.errors import EXIT_DONE, MoeRLError, RunFailed, UserError
 
@@ -74,7 +76,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model with GRPO."""
-    config = load_config(recipe, overrides or (), hw=hw, files=file or ())
+    config = load_config(recipe, overrides or (), hw=hw, files=file or (), environment=os.environ)
     directory = run_dir or Path("runs") / f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
         from moe_rl.trainer.inputs import read_inputs
@@ -113,6 +115,59 @@ def plan(
     print(
         run_planner(recipe, overrides or (), hw=hw, files=file or (), search=search, measured=measured, as_json=as_json)
     )
+
+
+@app.command()
+def launch(
+    recipe: Annotated[str, typer.Argument(help="As for train.")],
+    overrides: Overrides = None,
+    hw: Hardware = None,
+    file: Files = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Of sbatch, as in --sbatch=--time=8:00:00; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, the plan and every rank's role.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the job to sbatch instead of printing it.")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="Print the job's sizes alone, for a shell.")] = False,
+) -> None:
+    """The batch job of a run under Slurm, which goes on by itself until the last step."""
+    from moe_rl.config import check
+    from moe_rl.config.problem import raise_all
+    from moe_rl.launch import render
+    from moe_rl.models.family import read_facts
+    from moe_rl.planner import describe_layout
+
+    environment = dict(os.environ)
+    if "MODEL_PATH" in environment and not Path(environment.get("DIST_CKPT_PATH", "")).exists():
+        environment.pop("DIST_CKPT_PATH", None)  # the job makes it
+    config = load_config(recipe, overrides or (), hw=hw, files=file or (), environment=environment)
+    raise_all([*model_directory(config)])
+    facts = read_facts(config.model.path, config.model.family)
+    problems = check(config, facts, here=False)
+    if not dry_run or layout_problems(config, facts):
+        raise_all(problems)
+    arguments = [recipe, *(["--hw", hw] if hw else []), *(part for f in file or () for part in ("--file", str(f)))]
+    arguments += overrides or []
+    job = render.render(config, arguments, sbatch or (), {} if settings else dict(os.environ))
+    if settings:
+        print(render.settings(config, arguments), end="")
+    elif dry_run:
+        print("\n\n".join([job.rstrip(), describe_layout(config, facts), render.roles(config, facts)]))
+        raise_all(problems)
+    else:
+        print(render.submit(job) if submit else job, end="")
+
+
+@app.command(hidden=True)
+def node(
+    cpus: Annotated[int, typer.Option(help="Processes that this node takes.")],
+    gpus: Annotated[int, typer.Option(help="Of them, on GPUs.")] = 0,
+    object_store_gib: Annotated[float, typer.Option(help="Shared memory of Ray's objects.")] = 1.0,
+) -> None:
+    """One node of a batch job's Ray cluster; the job starts it."""
+    from moe_rl.launch.node import serve
+
+    serve(cpus, gpus, object_store_gib)
 
 
 @app.command()

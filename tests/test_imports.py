@@ -15,6 +15,7 @@ ROOMS = {
     "errors": set(),
     "config": {"errors"},
     "planner": {"config", "errors"},
+    "launch": {"config", "planner", "errors"},
     "grpo": {"errors"},
     "models": {"config", "errors"},
     "reshard": {"models", "errors"},
@@ -28,6 +29,7 @@ ROOMS = {
 FORBIDDEN = {  # third-party packages a room must not know
     "config": set(HEAVY),
     "planner": set(HEAVY),
+    "launch": set(HEAVY),
     "data": {"torch", "megatron", "ray", "vllm"},
     "rewards": {"torch", "megatron", "transformers", "vllm"},
     "models": {"ray", "vllm"},
@@ -93,7 +95,7 @@ def test_patches_know_nothing_of_moe_rl():
         assert not any(name.split(".")[0] == "moe_rl" for name in names), file
 
 
-LIGHT = "moe_rl, moe_rl.config, moe_rl.planner, moe_rl.cli, moe_rl.models.family, moe_rl.models.load, moe_rl.data"
+LIGHT = "moe_rl, moe_rl.config, moe_rl.planner, moe_rl.launch.node, moe_rl.cli, moe_rl.models.family, moe_rl.models.load, moe_rl.data"
 
 
 def test_light_rooms_import_without_torch():

@@ -1,4 +1,4 @@
-"""Reading a configuration: defaults < recipe < profile < files < command line, each value with its origin.
+"""Reading a configuration: defaults < recipe < profile < files < environment < command line, each with its origin.
 
 Every value goes through an omegaconf structured node, which checks and converts its type, then against the allowed
 values of its key.
@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moe_rl.errors import UserError
 
+from .environment import VARIABLES
 from .problem import Problem, nearest, raise_all
 from .schema import Config, KeyInfo, keys, sections
 
@@ -63,13 +64,14 @@ def load_config(
     *,
     hw: str | None = None,
     files: Sequence[str | Path] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Config:
     """The configuration of a run.
 
     `recipe` is the name of a shipped recipe, or a path to a YAML file (one that :meth:`Config.to_yaml` wrote keeps its
     origins and profile), or None for the defaults alone. `overrides` are ``key=value`` strings, `hw` names a profile
     (None: the recipe's own ``profile:`` line, else cpu), `files` are YAML files read after the profile, later ones
-    winning. Raises one UserError that names every unknown key, wrong type and value that is not allowed. Rules over
+    winning, `environment` holds variables of :data:`moe_rl.config.environment.VARIABLES` beside others. Raises one UserError that names every unknown key, wrong type and value that is not allowed. Rules over
     several keys are :func:`moe_rl.config.check`'s.
     """
     entries: list[Entry] = []
@@ -94,6 +96,7 @@ def load_config(
                 "config.file", f"configuration file {file} does not exist", fix="Check the path after --file."
             )
         entries += _read_yaml(path, None)[0]
+    entries += _from_environment(environment or {})
     entries += [_parse_override(text) for text in overrides]
     config = _build(entries)
     config.recipe, config.profile = name, profile
@@ -276,6 +279,17 @@ def _flatten(mapping: yaml.MappingNode, prefix: str, path: Path) -> Iterator[tup
             yield from _flatten(node, f"{name}.", path)
         else:
             yield name, node
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[Entry]:
+    entries = []
+    for name, key in VARIABLES.items():
+        text = environment.get(name, "")
+        if text and key in keys():
+            if keys()[key].type.startswith("list") and not text.startswith("["):
+                text = f"[{text}]"
+            entries.append(dataclasses.replace(_parse_override(f"{key}={text}"), origin=f"environment {name}"))
+    return entries
 
 
 def _parse_override(text: str) -> Entry:

@@ -28,16 +28,20 @@ def check(
     *,
     run_dir: Path | None = None,
     own_data: bool = False,
+    here: bool = True,
 ) -> list[Problem]:
     """Every problem of a run, in the order of the schema's sections.
 
     `facts` are the model's (None: the rules that need them are left out), `run_dir` the directory the run will write
-    (None: its disk is not looked at), `own_data` says that the caller hands the records over instead of data.train.
+    (None: its disk is not looked at), `own_data` says that the caller hands the records over instead of data.train,
+    `here` that it will run on this machine, whose devices and ports are looked at.
     """
     problems = value_problems(config)
     problems += model_directory(config)
     problems += layout_problems(config, facts)
-    for rule in (_group, _batch, _sampling, _optimizer, _algorithm, _template, _device, _checkpoint, _port):
+    for rule in (_group, _batch, _sampling, _optimizer, _algorithm, _template, _checkpoint):
+        problems += rule(config)
+    for rule in (_device, _port) if here else ():
         problems += rule(config)
     if not own_data:
         problems += _data(config)

@@ -343,6 +343,15 @@ class ClusterConfig:
     object_store_gib: float = key(
         1.0, "Shared memory for weights in flight between trainer and rollout.", unit="GiB", above=0
     )
+    cpu_arch: str = key(
+        "", "Processor that a node must have, as `uname -m` says; empty: any.", choices=("", "x86_64", "aarch64")
+    )
+    grace_s: float = key(
+        60.0,
+        "Time before a batch job's limit at which it is asked to save; a step and a save must fit into it.",
+        unit="s",
+        low=30,
+    )
     port: int = key(0, "TCP port where trainer ranks meet; 0 picks a free one.", low=0, high=65535)
 
 
@@ -438,7 +447,7 @@ class Config:
         return node
 
     def origin(self, name: str) -> str:
-        """Where a key's value came from: default, recipe NAME, profile NAME, file PATH:LINE or command line."""
+        """Where a key's value came from: default, recipe NAME, profile NAME, file PATH:LINE, environment NAME or command line."""
         return self.origins.get(name, "default")
 
     def to_yaml(self, origins: bool = True) -> str:

@@ -29,6 +29,7 @@ from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, Weight
 from moe_rl.trainer.saving import Checkpoints, summary
 from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, checkpoint_of, read_state, verify, write_atomic
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # batch systems can hand on the second one and not the first
 # what a resumed run starts afresh without a part of the checkpoint
 WITHOUT = {
     "optimizer": "the moments of the optimizer start from zero",
@@ -139,7 +140,7 @@ class GRPOTrainer:
     def fit(self) -> int:
         """Run to `trainer.steps`; the exit code. See :func:`train` for what it raises."""
         config = self.config
-        with self.run.held(), _on_sigterm(self._ask_stop), self.judge:
+        with self.run.held(), _when_asked_to_stop(self._ask_stop), self.judge:
             self.run.create()
             metrics = MetricsWriter(self.run.path, tensorboard=config.observe.tensorboard)
             if self.state.step >= config.trainer.steps:
@@ -268,16 +269,17 @@ class GRPOTrainer:
 
 
 @contextmanager
-def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have SIGTERM call `handler`, where this is the main thread: no other may say what signals do."""
+def _when_asked_to_stop(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have each of STOP_SIGNALS call `handler`, where this is the main thread: no other may say what signals do."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, handler)
+    previous = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, former in previous.items():
+            signal.signal(number, former)
 
 
 def _git_revision() -> str | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moe_rl.config import Config
 from moe_rl.config.host import resolve_device
 from moe_rl.errors import RunFailed, UserError
+from moe_rl.launch.node import EXCHANGE, NODES, meet, raise_failed
 from moe_rl.reshard.plan import make_plan
 from moe_rl.trainer.faults import collect
 from moe_rl.trainer.session import Session, signals_held
@@ -33,15 +36,19 @@ class Cluster:
         self.workers: dict[str, Any] = {}
         self.group: Any = None
         self.session: Session | None = None
+        self.bundles: list[int] = []  # of the trainer's ranks, then of the rollout replicas
+        self.nodes: dict[int, str] = {}  # name of the node that holds a bundle
 
     def __enter__(self) -> Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         quiet: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR")
         try:
-            if address := os.environ.get("RAY_ADDRESS"):
+            exchange = Path(os.environ[EXCHANGE]) if EXCHANGE in os.environ else None
+            if address := meet(exchange) if exchange else os.environ.get("RAY_ADDRESS"):
                 with signals_held():
                     ray.init(address=address, **quiet)
+                self._await_nodes(exchange)
             else:
                 self.session = Session()
                 store = int(self.config.cluster.object_store_gib * 2**30)
@@ -72,22 +79,59 @@ class Cluster:
     def _slots(self) -> int:
         return self.config.cluster.nodes * self.config.cluster.gpus_per_node + self.config.rollout.replicas
 
+    def _await_nodes(self, exchange: Path | None) -> None:
+        """The barrier: no rank starts before every node of the run is there."""
+        wanted, deadline = self.config.cluster.nodes, time.monotonic() + START_S
+        while len(names := living_nodes()) < wanted:
+            if exchange:
+                raise_failed(exchange)
+            if time.monotonic() > deadline:
+                missing = sorted(set(os.environ.get(NODES, "").split()) - set(names.values()))
+                raise RunFailed(
+                    "cluster.nodes",
+                    f"{len(names)} of {wanted} nodes joined Ray in {START_S:.0f} s"
+                    + (f"; missing: {', '.join(missing)}" if missing else ""),
+                    "",
+                    f"See ray-NODE.log in {exchange}." if exchange else "Start Ray on the other nodes.",
+                )
+            time.sleep(0.2)
+
     def _reserve(self) -> None:
-        """One bundle for each worker, all or none: a run never starts on half of what it needs."""
-        gpu = {"GPU": 1} if self.on_gpu else {}
-        world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
-        bundles = [{"CPU": 1, **gpu} for _ in range(world)] + [{"CPU": 1} for _ in range(self.config.rollout.replicas)]
-        self.group = placement_group(bundles, strategy="PACK")
+        """Room for every worker, all or none: a run never starts on half of what it needs.
+
+        On this machine each worker has a bundle. On a cluster each node has one: its ranks follow each other, and
+        replicas are dealt to the nodes in turn. Nodes count in the order of their names.
+        """
+        nodes, ranks, replicas = (
+            self.config.cluster.nodes,
+            self.config.cluster.gpus_per_node,
+            self.config.rollout.replicas,
+        )
+        if self.session:
+            sizes = [(1, 1)] * (nodes * ranks) + [(1, 0)] * replicas
+            self.bundles = list(range(len(sizes)))
+        else:
+            sizes = [(ranks + len(range(node, replicas, nodes)), ranks) for node in range(nodes)]
+        bundles = [{"CPU": cpus, **({"GPU": gpus} if self.on_gpu and gpus else {})} for cpus, gpus in sizes]
+        self.group = placement_group(bundles, strategy="PACK" if self.session else "STRICT_SPREAD")
         if not self.group.wait(timeout_seconds=START_S):
             raise UserError(
                 "cluster.resources",
-                f"Ray has no room for {len(bundles)} workers: it has {ray.cluster_resources()}",
+                f"Ray has no room for {nodes * ranks + replicas} workers: it has {ray.cluster_resources()}",
                 "Another job holds them, or cluster.nodes and cluster.gpus_per_node ask for more than there is.",
                 "Lower them, or wait for the other job.",
             )
+        names = living_nodes()
+        placed = placement_group_table(self.group)["bundles_to_node_id"]
+        self.nodes = {bundle: names[node] for bundle, node in placed.items()}
+        if not self.session:
+            # those with a replica less are as good: only the first may be asked for more than they hold
+            order = sorted(self.nodes, key=lambda bundle: (-bundles[bundle]["CPU"], natural(self.nodes[bundle])))
+            self.bundles = [order[rank // ranks] for rank in range(nodes * ranks)]
+            self.bundles += [order[i % nodes] for i in range(replicas)]
 
-    def start(self, kind: type, name: str, bundle: int) -> Any:
-        """Start one worker process in its bundle; its output goes to logs/NAME.log."""
+    def start(self, kind: type, name: str, slot: int) -> Any:
+        """Start one worker process in its slot: ranks first, then replicas; its output goes to logs/NAME.log."""
         log = self.logs / f"{name}.log"
         log.touch()
         actor = (
@@ -97,7 +141,9 @@ class Cluster:
                 num_cpus=1,
                 num_gpus=1 if self.on_gpu and kind is TrainerWorker else 0,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self.group, placement_group_bundle_index=self.bundles[slot]
+                ),
                 runtime_env={"env_vars": {} if self.on_gpu else CPU_ENVIRONMENT},
             )
             .remote(str(log))
@@ -112,6 +158,16 @@ class Cluster:
         calls = {name: getattr(self.workers[name], method).remote(*arguments(name)) for name in names}
         logs = {name: self.logs / f"{name}.log" for name in self.workers}
         return collect(calls, logs, timeout_s=timeout_s, doing=doing)
+
+
+def living_nodes() -> dict[str, str]:
+    """Names of the nodes of this Ray cluster that are alive, by their ids."""
+    return {node["NodeID"]: node["NodeName"] for node in ray.nodes() if node["Alive"]}
+
+
+def natural(name: str) -> list[tuple[str, int]]:
+    """A key that sorts n2 before n10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 class TrainerGroup:

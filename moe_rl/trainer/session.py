@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +12,7 @@ from typing import Any
 import psutil
 import ray
 
-SCRATCH = "moe_rl_"
-LONGEST_BASE = 24  # Ray adds some 80 characters for its sockets, whose paths have 107 at most
-JANITOR = Path(__file__).parent / "janitor.py"
+from moe_rl.launch.node import make_scratch, start_janitor
 
 
 class Session:
@@ -27,13 +21,8 @@ class Session:
     """
 
     def __init__(self) -> None:
-        base = os.path.realpath(tempfile.gettempdir())
-        self.path = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=base if len(base) <= LONGEST_BASE else "/tmp"))
-        self._janitor = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(JANITOR), str(self.path)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # what ends the driver's process group is not to end it
-        )
+        self.path = make_scratch()
+        self._janitor = start_janitor(self.path)
 
     def start(self, **options: Any) -> None:
         """Start Ray; `options` go to `ray.init`."""
