@@ -131,27 +131,33 @@ def train(work: Path, seconds: float) -> dict:
 
 def convert(work: Path) -> dict:
     """bf16 -> released -> dist (PP2 x EP2) -> released; whether the two released ones are the same bytes."""
+    from moe_rl.convert.job import convert as run_conversion
+    from moe_rl.convert.plan import Request
+
     times = {}
-    for source, target, *options in (
-        ("bf16", "encoded", "--to", "released"),
-        ("encoded", "dist", "--to", "dist", "--layout", "pp=2,ep=2"),
-        ("dist", "exported", "--to", "released"),
+    for source, target, to, layout in (
+        ("bf16", "encoded", "released", {}),
+        ("encoded", "dist", "dist", {"pp": 2, "ep": 2}),
+        ("dist", "exported", "released", {}),
     ):
-        start = time.perf_counter()
-        command = [sys.executable, "-m", "moe_rl.cli", "convert", str(work / source), str(work / target), *options]
-        subprocess.run(command, check=True, cwd=ROOT)
-        times[f"{source} to {target}"] = round(time.perf_counter() - start, 1)
+        report = run_conversion(Request(work / source, work / target, to, **layout), workers=1)
+        times[f"{source} to {target}"] = round(report.seconds, 1)
     files = sorted(p.name for p in (work / "encoded").glob("*.safetensors"))
     same = all(filecmp.cmp(work / "encoded" / n, work / "exported" / n, shallow=False) for n in files)
     size = sum((work / "exported" / n).stat().st_size for n in files)
     return {"seconds": times, "released_bytes": size, "released_to_dist_to_released_byte_identical": same}
 
 
+def first_of(work: Path, *names: str) -> Path:
+    """The furthest that the conversion came."""
+    return next(work / name for name in names if (work / name / "config.json").is_file())
+
+
 def engine_scores(work: Path, dtype: str) -> dict:
     """The engine's log-probs of the held-out sequences on the decoded values."""
     from moe_rl.engine.batch import MicroBatch
 
-    engine = make_engine(work / "dist", dtype, False, False)
+    engine = make_engine(first_of(work, "dist", "encoded", "bf16"), dtype, False, False)
     rows = list(np.load(work / "tokens.npy"))
     start = time.perf_counter()
     packed = [MicroBatch.pack(rows[i : i + 8], None, range(i, min(i + 8, len(rows)))) for i in range(0, len(rows), 8)]
@@ -173,7 +179,7 @@ def vllm_scores(work: Path) -> dict:
         options = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
     start = time.perf_counter()
     llm = LLM(
-        model=str(work / "exported"),
+        model=str(first_of(work, "exported", "encoded")),
         skip_tokenizer_init=True,
         max_model_len=512,
         max_num_seqs=HELD_OUT,
@@ -264,11 +270,23 @@ def main() -> None:
         for phase in ["train", "convert", *([] if options.tiny else ["vllm"]), *(["bf16"] if gpu else []), "fp32"]:
             command = [sys.executable, __file__, phase, "--work", str(work), "--train-s", str(options.train_s)]
             start = time.monotonic()
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if phase == "convert" else {})
             try:
-                subprocess.run(command, check=True, timeout=max(1.0, end - start), cwd=ROOT)
+                with (work / f"{phase}.log").open("w") as log:
+                    subprocess.run(
+                        command,
+                        check=True,
+                        timeout=max(1.0, end - start),
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
+                    )
                 found = json.loads((work / f"{phase}.json").read_text())
             except (subprocess.SubprocessError, OSError) as error:
-                found = {"failed": str(error)}
+                lines = (work / f"{phase}.log").read_text(errors="replace").splitlines()
+                found = {"failed": str(error), "log": lines[-40:]}
+                print("\n".join(lines[-40:]))
             result[phase] = {"seconds_of_the_process": round(time.monotonic() - start, 1), **found}
             result["agreement"] = compare(work)
             options.out.mkdir(parents=True, exist_ok=True)
