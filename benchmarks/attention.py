@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 PRO = {"heads": 128, "d": 512, "rope": 32, "window": 128}
 KINDS = {"sliding": (0, 0), "sparse": (4, 1024), "heavy": (128, 0)}
 FORWARDS = [(64, 8, 2), (32, 8, 3), (32, 8, 2)]
-BACKWARDS = [(32, 8, 1), (32, 8, 2), (16, 8, 2)]
+BACKWARDS = [(32, 8, 1, 4), (64, 8, 1, 8), (32, 8, 2, 4)]
 
 
 class Bench:
@@ -41,6 +41,7 @@ class Bench:
         import torch
 
         self.torch, self.gpu, self.out = torch, args.device == "cuda", args.out
+        self.only = args.only.split(",")
         self.device, self.start, self.budget = args.device, time.perf_counter(), args.budget_s
         self.record: dict[str, Any] = {
             "command": " ".join(["python3", *sys.argv]),
@@ -52,6 +53,8 @@ class Bench:
 
     def case(self, name: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Result of `call`, printed and written; a failure is a result too."""
+        if name != "ceilings" and not any(word in name for word in self.only):
+            return {}
         if time.perf_counter() - self.start > self.budget:
             result: dict[str, Any] = {"skipped": "the time budget was spent"}
         else:
@@ -104,7 +107,17 @@ class Bench:
         target = torch.empty_like(source)
         self.flops = 2 * n**3 / self.ms(lambda: a @ b, 20) * 1e3
         self.bytes = 2 * source.nbytes / self.ms(lambda: target.copy_(source), 20) * 1e3
-        return {"tflops": round(self.flops / 1e12, 1), "copy_gbps": round(self.bytes / 1e9, 1)}
+        rates = {"tflops": self.flops / 1e12, "copy_gbps": self.bytes / 1e9, "atomic_gbps": self.atomic_rate() / 1e9}
+        return {name: round(rate, 1) for name, rate in rates.items()}
+
+    def atomic_rate(self) -> float:
+        """Bytes a second of float32 atomics that add rows of 2 KiB to random rows of a matrix that fits in the L2 cache."""
+        torch, rows, many = self.torch, 12800, 1 << 19 if self.gpu else 8
+        target = torch.zeros(rows, 512, device=self.device)
+        index = torch.randint(0, rows, (many,), device=self.device, dtype=torch.int32)
+        kernel = scatter()
+        ms = self.ms(lambda: kernel[(many // 8,)](target, index, 8, 512))
+        return many * 2048 / ms * 1e3
 
     def table(self) -> None:
         print(f"{'case':44} {'':10} {'ms':>9} {'of floor':>9}")
@@ -117,6 +130,21 @@ class Bench:
 
     def floor_ms(self, flops: float, moved: float = 0.0) -> float:
         return max(flops / self.flops, moved / self.bytes) * 1e3
+
+
+def scatter():
+    """A kernel that adds 1 to rows; made when Triton may be imported, which reads then whether it is to interpret."""
+    global tl
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(target, index, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        row = tl.load(index + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+        at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tl.atomic_add(target + at, tl.full([ROWS, COLUMNS], 1.0, tl.float32), sem="relaxed")
+
+    return kernel
 
 
 def _git(*args: str) -> str | None:
@@ -258,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--budget-s", type=float, default=300.0, help="no case starts after this many seconds")
+    parser.add_argument("--only", default="", help="cases whose names hold one of these words, divided by commas")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "attention.json")
     args = parser.parse_args()
     if args.device == "cpu":

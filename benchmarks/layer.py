@@ -96,7 +96,11 @@ def layer(bench: Bench, arch, kind: str, tokens: int, backend: str) -> dict[str,
 
 
 def parts(bench: Bench, block, x, ids, packed) -> dict[str, float]:
-    """Milliseconds of forward and backward of each part by itself."""
+    """Milliseconds of forward and backward of each part by itself, by the kernels and by plain PyTorch."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from moe_rl.models.deepseek_v4.fused_experts import FusedExperts
+
     torch = bench.torch
     narrow = x.detach()[:, 0].contiguous().requires_grad_()
 
@@ -106,18 +110,22 @@ def parts(bench: Bench, block, x, ids, packed) -> dict[str, float]:
             outs = outs if isinstance(outs, tuple) else (outs,)
             torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
 
-        return bench.ms(both, 3)
+        return bench.ms(both, 2)
 
     with torch.no_grad():
         _, post, comb = block.attn_hc(x)
-    mixes = [post.requires_grad_(), comb.requires_grad_()]
-    return {
-        "hyper-connection, collapse": run(block.attn_hc, x),
-        "hyper-connection, rejoin": run(block.attn_hc.rejoin, x, narrow, *mixes),
-        "norm": run(block.input_layernorm, narrow),
-        "attention": run(lambda t: block.self_attn(t, packed), narrow),
-        "experts": run(lambda t: block.mlp(t.unsqueeze(1), ids), narrow),
-    }
+    mixes, experts = [post.requires_grad_(), comb.requires_grad_()], block.mlp.experts
+    found = {}
+    for backend in ("triton", "plain") if bench.gpu else ("plain",):
+        block.attn_hc.fused, block.self_attn.backend = backend == "triton", backend
+        experts.__class__ = FusedExperts if backend == "triton" else SequentialMLP
+        found |= {
+            f"{backend} hyper-connection, collapse": run(block.attn_hc, x),
+            f"{backend} hyper-connection, rejoin": run(block.attn_hc.rejoin, x, narrow, *mixes),
+            f"{backend} attention": run(lambda t: block.self_attn(t, packed), narrow),
+            f"{backend} experts": run(lambda t: block.mlp(t.unsqueeze(1), ids), narrow),
+        }
+    return found | {"norm": run(block.input_layernorm, narrow)}
 
 
 def busiest(bench: Bench, call, most: int = 14) -> dict[str, float]:
@@ -156,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--budget-s", type=float, default=240.0, help="no case starts after this many seconds")
+    parser.add_argument("--only", default="", help="cases whose names hold one of these words, divided by commas")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "layer.json")
     args = parser.parse_args()
     import torch

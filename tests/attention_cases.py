@@ -150,9 +150,9 @@ def errors(case: Case, **launches) -> dict[str, tuple[float, float]]:
 
 
 def check(found: dict[str, tuple[float, float]]) -> None:
-    """The fused kernels are at most twice as far from float64 as plain PyTorch."""
+    """The fused kernels are at most twice as far from float64 as plain PyTorch, or as float32 can be."""
     for name, (slow, fast) in found.items():
-        assert fast <= 2 * slow, f"{name}: fused is off by {fast:.2e}, plain by {slow:.2e}"
+        assert fast <= max(2 * slow, 2e-7), f"{name}: fused is off by {fast:.2e}, plain by {slow:.2e}"
 
 
 def choices(
@@ -219,7 +219,7 @@ def main() -> None:
 
     for i, (lengths, heads, d, rope, window, ratio, top_k) in enumerate(SMALL):
         case = draw(lengths, heads, d, rope, window, ratio, top_k, seed=i)
-        found = errors(case, forward=Launch(8, 4, 1), backward=Launch(4 * (1 + i % 2), 4, 1))
+        found = errors(case, forward=Launch(8, 4, 1), backward=Launch(4 * (1 + i % 2), 4, 1, 2 * (1 + i % 2)))
         print(*(f"{name} {slow:.1e} {fast:.1e}" for name, (slow, fast) in found.items()), sep="; ")
         check(found)
     print("chose", choices((30, 9, 27), 2, 5, 4, 16, torch.float32, "cpu"))

@@ -112,8 +112,8 @@ class EngineConfig:
     )
     attention_backend: str = key(
         "plain",
-        "DeepSeek-V4's attention: `triton` kernels (a GPU and bf16), `plain` chunked PyTorch, or `auto`, which is triton"
-        " where it runs; the trainer's log says which.",
+        "DeepSeek-V4's attention, hyper-connections and experts: `triton` kernels (a GPU and bf16), `plain` PyTorch, or"
+        " `auto`, which is triton where it runs; the trainer's log says which.",
         choices=("auto", "plain", "triton"),
     )
     attention_chunk: int = key(

@@ -9,6 +9,9 @@ once. Gradients of keys are summed by fp32 atomics: their last bits depend on th
 TRITON_INTERPRET=1 runs the kernels on a CPU.
 """
 
+# mypy: disable-error-code=assignment
+# (tuples that grow in a kernel)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,11 +25,12 @@ LOG2E = 1.4426950408889634
 
 
 class Launch(NamedTuple):
-    """Keys met at once, warps and pipeline stages of a kernel."""
+    """Keys met at once, warps and pipeline stages of a kernel; parts of the channels (backward alone)."""
 
     keys: int
     warps: int
     stages: int
+    parts: int = 4
 
 
 FORWARD, BACKWARD = Launch(64, 8, 2), Launch(32, 8, 1)
@@ -152,38 +156,30 @@ def _forward(
 
 
 @triton.jit
-def _load4(source, at, mask, PART: tl.constexpr):
-    """The four parts of PART channels each."""
-    x0 = tl.load(source + at, mask=mask, other=0.0)
-    x1 = tl.load(source + at + PART, mask=mask, other=0.0)
-    x2 = tl.load(source + at + 2 * PART, mask=mask, other=0.0)
-    x3 = tl.load(source + at + 3 * PART, mask=mask, other=0.0)
-    return x0, x1, x2, x3
+def _parts(source, at, here, other, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Rows of `source` in PARTS parts of PART channels, `other` where they are not here."""
+    found = ()
+    for i in tl.static_range(PARTS):
+        found = found + (tl.load(source + at + i * PART, mask=here, other=other),)
+    return found
 
 
 @triton.jit
-def _inner(x0, x1, x2, x3, y0, y1, y2, y3):
+def _inner(x, y, PARTS: tl.constexpr):
     """float32 sums over channels of x * y [rows]."""
-    first = tl.sum(x0.to(tl.float32) * y0.to(tl.float32), 1) + tl.sum(x1.to(tl.float32) * y1.to(tl.float32), 1)
-    return first + tl.sum(x2.to(tl.float32) * y2.to(tl.float32), 1) + tl.sum(x3.to(tl.float32) * y3.to(tl.float32), 1)
+    total = tl.sum(x[0].to(tl.float32) * y[0].to(tl.float32), 1)
+    for i in tl.static_range(1, PARTS):
+        total += tl.sum(x[i].to(tl.float32) * y[i].to(tl.float32), 1)
+    return total
 
 
 @triton.jit
-def _products(x0, x1, x2, x3, k0, k1, k2, k3):
+def _products(x, k, PARTS: tl.constexpr):
     """float32 x k^T [rows, keys]."""
-    out = tl.dot(x0, tl.trans(k0), input_precision="ieee")
-    out = tl.dot(x1, tl.trans(k1), out, input_precision="ieee")
-    out = tl.dot(x2, tl.trans(k2), out, input_precision="ieee")
-    return tl.dot(x3, tl.trans(k3), out, input_precision="ieee")
-
-
-@triton.jit
-def _add_to_keys(target, p, do, ds, q):
-    """Add to the keys what they receive as values (p, do) and as keys (ds, q). Transposed, since the matrix instruction has
-    64 rows at least, and there are fewer keys."""
-    g = tl.dot(tl.trans(do), p, input_precision="ieee")
-    g = tl.dot(tl.trans(q), ds, g, input_precision="ieee")
-    tl.atomic_add(target, g, sem="relaxed")
+    out = tl.dot(x[0], tl.trans(k[0]), input_precision="ieee")
+    for i in tl.static_range(1, PARTS):
+        out = tl.dot(x[i], tl.trans(k[i]), out, input_precision="ieee")
+    return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -191,11 +187,12 @@ def _backward(
     q, kv, sinks, cos, sin, positions, first, chosen, out, lse, grad, grad_q, grad_kv, grad_sinks, scratch,
     tokens, heads, scale, eps,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, ROPE: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """As `_forward`; grad, grad_q [T, heads, D]; grad_kv float32 [T + N, D] of zeros; grad_sinks float32 [T, heads];
-    scratch [T, heads, D / 4], dtype of q."""
-    PART: tl.constexpr = D // 4
+    scratch [T, heads, D / PARTS], dtype of q. Channels go in PARTS parts, of which the last is rotated."""
+    PART: tl.constexpr = D // PARTS
+    LAST: tl.constexpr = PARTS - 1
     token = tl.program_id(1)
     head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = head < heads
@@ -204,59 +201,53 @@ def _backward(
     line = (token.to(tl.int64) * heads + head)[:, None]
     at = line * D + column[None, :]
     c, s = _angles(cos, sin, token, ROPE, PART)
-    q0, q1, q2, q3 = _load4(q, at, mask, PART)
-    r = tl.rsqrt(_inner(q0, q1, q2, q3, q0, q1, q2, q3) / D + eps)
-    q0 = _staged(q0.to(tl.float32) * r[:, None], grad_q, at, here)
-    q1 = _staged(q1.to(tl.float32) * r[:, None], grad_q + PART, at, here)
-    q2 = _staged(q2.to(tl.float32) * r[:, None], grad_q + 2 * PART, at, here)
-    q3 = _staged(_rotate(q3.to(tl.float32) * r[:, None], c, s, ROWS, PART), grad_q + 3 * PART, at, here)
-    do0, do1, do2, do3 = _load4(grad, at, mask, PART)
-    o0, o1, o2, o3 = _load4(out, at, mask, PART)
-    delta = _inner(do0, do1, do2, do3, o0, o1, o2, o3)  # rotating both, as one should, would not change it
-    do3 = _staged(_rotate(do3.to(tl.float32), c, s, ROWS, PART), scratch, line * PART + column[None, :], here)
+    x = _parts(q, at, mask, 0.0, PARTS, PART)
+    r = tl.rsqrt(_inner(x, x, PARTS) / D + eps)
+    y = ()
+    for i in tl.static_range(PARTS):
+        part = x[i].to(tl.float32) * r[:, None]
+        if i == LAST:
+            part = _rotate(part, c, s, ROWS, PART)
+        y = y + (_staged(part, grad_q + i * PART, at, here),)
+    do = _parts(grad, at, mask, 0.0, PARTS, PART)
+    delta = _inner(
+        do, _parts(out, at, mask, 0.0, PARTS, PART), PARTS
+    )  # rotating both, as one should, would not change it
+    turned = _rotate(do[LAST].to(tl.float32), c, s, ROWS, PART)
+    do = do[:LAST] + (_staged(turned, scratch, line * PART + column[None, :], here),)
     norm = tl.load(lse + token * heads + head, mask=here, other=0.0)
     sink = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * 1.4426950408889634
     tl.store(grad_sinks + token * heads + head, -tl.exp2(sink - norm) * delta, mask=here)
     near, total, base, listed = _seen(positions, first, token, WINDOW, RATIO, TOP_K)
-    acc0 = tl.zeros([ROWS, PART], tl.float32)
-    acc1 = tl.zeros([ROWS, PART], tl.float32)
-    acc2 = tl.zeros([ROWS, PART], tl.float32)
-    acc3 = tl.zeros([ROWS, PART], tl.float32)
+    acc = ()
+    for _ in tl.static_range(PARTS):
+        acc = acc + (tl.zeros([ROWS, PART], tl.float32),)
     for start in tl.range(0, total, KEYS, num_stages=STAGES):
         slot = start + tl.arange(0, KEYS)
         met = slot < total
         row = _rows(slot, token, tokens, near, total, base, listed, chosen, RATIO, TOP_K)
-        place = row[:, None] * D + column[None, :]
-        k0 = tl.load(kv + place)
-        k1 = tl.load(kv + place + PART)
-        k2 = tl.load(kv + place + 2 * PART)
-        k3 = tl.load(kv + place + 3 * PART)
-        logits = _products(q0, q1, q2, q3, k0, k1, k2, k3) * (scale * 1.4426950408889634)
+        k = _parts(kv, row[:, None] * D + column[None, :], None, None, PARTS, PART)
+        logits = _products(y, k, PARTS) * (scale * 1.4426950408889634)
         p = tl.where(met[None, :] & mask, tl.exp2(logits - norm[:, None]), 0.0)
-        dp = _products(do0, do1, do2, do3, k0, k1, k2, k3)
-        ds = (p * (dp - delta[:, None]) * scale).to(kv.dtype.element_ty)
+        ds = (p * (_products(do, k, PARTS) - delta[:, None]) * scale).to(kv.dtype.element_ty)
         p = p.to(kv.dtype.element_ty)
-        target = grad_kv + row[None, :] * D + column[:, None]
-        _add_to_keys(target, p, do0, ds, q0)
-        _add_to_keys(target + PART, p, do1, ds, q1)
-        _add_to_keys(target + 2 * PART, p, do2, ds, q2)
-        _add_to_keys(target + 3 * PART, p, do3, ds, q3)
-        acc0 = tl.dot(ds, k0, acc0, input_precision="ieee")
-        acc1 = tl.dot(ds, k1, acc1, input_precision="ieee")
-        acc2 = tl.dot(ds, k2, acc2, input_precision="ieee")
-        acc3 = tl.dot(ds, k3, acc3, input_precision="ieee")
+        new = ()
+        for i in tl.static_range(PARTS):
+            # As values and as keys; transposed, since the matrix instruction has 64 rows at least and there are fewer keys.
+            g = tl.dot(tl.trans(do[i]), p, input_precision="ieee")
+            g = tl.dot(tl.trans(y[i]), ds, g, input_precision="ieee")
+            tl.atomic_add(grad_kv + row[None, :] * D + column[:, None] + i * PART, g, sem="relaxed")
+            new = new + (tl.dot(ds, k[i], acc[i], input_precision="ieee"),)
+        acc = new
     # The same places computed anew (no total is negative): kept through the loop they would fill the registers.
-    line = ((token + tl.minimum(total, 0)).to(tl.int64) * heads + head)[:, None]
-    at = line * D + column[None, :]
+    at = ((token + tl.minimum(total, 0)).to(tl.int64) * heads + head)[:, None] * D + column[None, :]
     # Through the rotation, then through x * rsqrt(mean(x^2) + eps).
-    acc3 = _rotate(acc3, c, -s, ROWS, PART)
-    x0, x1, x2, x3 = _load4(q, at, mask, PART)
-    inner = (_inner(acc0, acc1, acc2, acc3, x0, x1, x2, x3) / D * r * r * r)[:, None]
-    r = r[:, None]
-    tl.store(grad_q + at, (acc0 * r - x0.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
-    tl.store(grad_q + at + PART, (acc1 * r - x1.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
-    tl.store(grad_q + at + 2 * PART, (acc2 * r - x2.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
-    tl.store(grad_q + at + 3 * PART, (acc3 * r - x3.to(tl.float32) * inner).to(grad_q.dtype.element_ty), mask=mask)
+    acc = acc[:LAST] + (_rotate(acc[LAST], c, -s, ROWS, PART),)
+    x = _parts(q, at, mask, 0.0, PARTS, PART)
+    inner = (_inner(acc, x, PARTS) / D * r * r * r)[:, None]
+    for i in tl.static_range(PARTS):
+        gx = acc[i] * r[:, None] - x[i].to(tl.float32) * inner
+        tl.store(grad_q + at + i * PART, gx.to(grad_q.dtype.element_ty), mask=mask)
 
 
 def _shape(q: torch.Tensor, cos: torch.Tensor, seen: Visible) -> tuple[tuple[int, int], dict[str, int]]:
@@ -283,7 +274,7 @@ class FusedAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         grid, sizes = _shape(q, cos, seen)
-        keys, warps, stages = launches[0]
+        keys, warps, stages, _ = launches[0]
         with torch.cuda.device_of(q):
             _forward[grid](
                 q, kv, sinks, cos, sin, seen.positions, seen.first, seen.chosen, out, lse,
@@ -297,17 +288,17 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, kv, sinks, cos, sin, out, lse = ctx.saved_tensors
-        seen, (keys, warps, stages) = ctx.seen, ctx.launch
+        seen, (keys, warps, stages, parts) = ctx.seen, ctx.launch
         grad, grad_q = grad.contiguous(), torch.empty_like(q)
         grad_kv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         grad_sinks = torch.empty_like(lse)
-        scratch = q.new_empty(*q.shape[:2], q.shape[2] // 4)
+        scratch = q.new_empty(*q.shape[:2], q.shape[2] // parts)
         grid, sizes = _shape(q, cos, seen)
         with torch.cuda.device_of(q):
             _backward[grid](
                 q, kv, sinks, cos, sin, seen.positions, seen.first, seen.chosen, out, lse, grad, grad_q, grad_kv,
                 grad_sinks, scratch, q.shape[0], q.shape[1], q.shape[2] ** -0.5, ctx.eps,
-                **sizes, KEYS=keys, STAGES=stages, num_warps=warps,
+                **sizes, KEYS=keys, STAGES=stages, PARTS=parts, num_warps=warps,
             )  # fmt: skip
         return grad_q, grad_kv.to(kv.dtype), grad_sinks.sum(0).to(sinks.dtype), None, None, None, None, None
 

@@ -42,17 +42,17 @@ class DecoderLayer(MegatronModule):
         self.layer_number = layer + 1
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
-        self.attn_hc, self.ffn_hc = HyperConnection(arch, device), HyperConnection(arch, device)
+        self.attn_hc, self.ffn_hc = (HyperConnection(arch, device, config.attention_backend) for _ in range(2))
         self.self_attn = Attention(arch, layer, config.attention_chunk, dtype, device, config.attention_backend)
         self.mlp = build_moe(config, layer, pg_collection)
 
     def forward(self, streams: torch.Tensor, token_ids: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """streams [T, n, h], token_ids [T] -> streams [T, n, h]."""
         x, post, comb = self.attn_hc(streams)
-        streams = HyperConnection.rejoin(streams, self.self_attn(self.input_layernorm(x), packed), post, comb)
+        streams = self.attn_hc.rejoin(streams, self.self_attn(self.input_layernorm(x), packed), post, comb)
         x, post, comb = self.ffn_hc(streams)
         out = self.mlp(self.post_attention_layernorm(x).unsqueeze(1), token_ids).squeeze(1)
-        return HyperConnection.rejoin(streams, out, post, comb)
+        return self.ffn_hc.rejoin(streams, out, post, comb)
 
 
 class DeepseekV4Model(ModelChunk):

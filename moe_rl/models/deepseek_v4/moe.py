@@ -75,11 +75,19 @@ class MixtureOfExperts(MoELayer):
         return self.postprocess(self.combine(out), shared)
 
 
+def _experts(config) -> type[SequentialMLP]:
+    if config.attention_backend != "triton":
+        return SequentialMLP
+    from moe_rl.models.deepseek_v4.fused_experts import FusedExperts
+
+    return FusedExperts
+
+
 def build_moe(config, layer: int, pg_collection) -> MixtureOfExperts:
     """The experts of decoder layer `layer` (0-based, global)."""
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     parts = MoESubmodules(
-        experts=partial(SequentialMLP, submodules=mlp),
+        experts=partial(_experts(config), submodules=mlp),
         shared_experts=partial(SharedExpertMLP, submodules=mlp),
         router=partial(Router, is_hash=config.arch.is_hash(layer)),
     )

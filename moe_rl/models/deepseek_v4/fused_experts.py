@@ -1,0 +1,109 @@
+"""The routed experts of a rank as one operation: a product per expert into shared buffers, the activation by a kernel.
+
+It keeps the experts' inputs and what the activation read, no more; megatron-core's `SequentialMLP` is its reference.
+TRITON_INTERPRET=1 runs the kernels on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+COLUMNS = 1024
+
+
+@triton.jit
+def _swiglu(hidden, probs, out, width, limit, COLUMNS: tl.constexpr):
+    """out [R, width] = silu(min(gate, limit)) * clamp(up, +-limit) * prob, of hidden [R, 2 * width]: gate, then up."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = column < width
+    gate = tl.load(hidden + row * 2 * width + column, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(hidden + row * 2 * width + width + column, mask=here, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    value = gate / (1.0 + tl.exp(-gate)) * up * tl.load(probs + row)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _swiglu_backward(hidden, probs, grad, grad_hidden, grad_probs, out, width, limit, COLUMNS: tl.constexpr):
+    """Gradients of hidden and probs, given that of out; and out itself once more."""
+    row = tl.program_id(0).to(tl.int64)
+    prob = tl.load(probs + row)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        here = column < width
+        x = tl.load(hidden + row * 2 * width + column, mask=here, other=0.0).to(tl.float32)
+        y = tl.load(hidden + row * 2 * width + width + column, mask=here, other=0.0).to(tl.float32)
+        g = tl.load(grad + row * width + column, mask=here, other=0.0).to(tl.float32)
+        gate = tl.minimum(x, limit)
+        up = tl.minimum(tl.maximum(y, -limit), limit)
+        s = 1.0 / (1.0 + tl.exp(-gate))
+        silu = gate * s
+        total += g * silu * up
+        tl.store(out + row * width + column, (silu * up * prob).to(out.dtype.element_ty), mask=here)
+        gx = tl.where(x <= limit, g * prob * up * (s + silu * (1.0 - s)), 0.0)
+        gy = tl.where((y <= limit) & (y >= -limit), g * prob * silu, 0.0)
+        tl.store(grad_hidden + row * 2 * width + column, gx.to(grad_hidden.dtype.element_ty), mask=here)
+        tl.store(grad_hidden + row * 2 * width + width + column, gy.to(grad_hidden.dtype.element_ty), mask=here)
+    tl.store(grad_probs + row, tl.sum(total, 0))
+
+
+class ExpertRows(torch.autograd.Function):
+    """x [R, h] in order of experts, probs float32 [R], rows of each expert, clamp, then every fc1 [2 m, h] and fc2 [h, m]."""
+
+    @staticmethod
+    def forward(ctx, x, probs, counts: list[int], limit: float, *weights):
+        x, probs, experts = x.contiguous(), probs.contiguous(), len(counts)
+        first, second = weights[:experts], weights[experts:]
+        rows, width = len(x), second[0].shape[1]
+        hidden, out = x.new_empty(rows, 2 * width), torch.empty_like(x)
+        active = x.new_empty(rows, width)
+        for a, w, b in zip(x.split(counts), first, hidden.split(counts), strict=True):
+            torch.mm(a, w.t(), out=b)
+        if rows:
+            with torch.cuda.device_of(x):
+                grid = (rows, triton.cdiv(width, COLUMNS))
+                _swiglu[grid](hidden, probs, active, width, limit, COLUMNS=COLUMNS)
+        for a, w, b in zip(active.split(counts), second, out.split(counts), strict=True):
+            torch.mm(a, w.t(), out=b)
+        ctx.save_for_backward(x, probs, hidden, *weights)
+        ctx.counts, ctx.limit = counts, limit
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, probs, hidden, *weights = ctx.saved_tensors
+        grad, counts, experts = grad.contiguous(), ctx.counts, len(ctx.counts)
+        first, second = weights[:experts], weights[experts:]
+        rows, width = len(x), second[0].shape[1]
+        grad_active, active = x.new_empty(rows, width), x.new_empty(rows, width)
+        grad_hidden, grad_probs, grad_x = torch.empty_like(hidden), torch.empty_like(probs), torch.empty_like(x)
+        for g, w, b in zip(grad.split(counts), second, grad_active.split(counts), strict=True):
+            torch.mm(g, w, out=b)
+        if rows:
+            with torch.cuda.device_of(x):
+                _swiglu_backward[(rows,)](
+                    hidden, probs, grad_active, grad_hidden, grad_probs, active, width, ctx.limit, COLUMNS=COLUMNS
+                )
+        grad_second = [g.t() @ a for g, a in zip(grad.split(counts), active.split(counts), strict=True)]
+        del active, grad_active
+        for g, w, b in zip(grad_hidden.split(counts), first, grad_x.split(counts), strict=True):
+            torch.mm(g, w, out=b)
+        grad_first = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
+        return grad_x, grad_probs, None, None, *grad_first, *grad_second
+
+
+class FusedExperts(SequentialMLP):
+    """megatron-core's experts, parameters and checkpoints included, with a forward of ours. Without tensor parallelism."""
+
+    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
+        """x [R, h] in order of experts, int [E], float32 [R] -> [R, h], None."""
+        weights = [e.linear_fc1.weight for e in self.local_experts] + [e.linear_fc2.weight for e in self.local_experts]
+        counts, limit = tokens_per_expert.tolist(), self.config.activation_func_clamp_value
+        out = ExpertRows.apply(permuted_local_hidden_states, permuted_probs.float(), counts, limit, *weights)
+        return out, None
