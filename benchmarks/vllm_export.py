@@ -174,7 +174,9 @@ def vllm_scores(work: Path) -> dict:
     from vllm import LLM, SamplingParams
 
     on_gpu = torch.cuda.is_available()
-    options: dict = {"gpu_memory_utilization": 0.4, "kv_cache_dtype": "fp8", "moe_backend": "marlin"}
+    # a KV cache of a stated size: measuring what is free fails where another process frees memory meanwhile
+    options: dict = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
+    options |= {"kv_cache_dtype": "fp8", "moe_backend": "marlin"}
     if not on_gpu:
         options = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
     start = time.perf_counter()
