@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -75,7 +76,7 @@ class MixtureOfExperts(MoELayer):
         return self.postprocess(self.combine(out), shared)
 
 
-def _experts(config) -> type[SequentialMLP]:
+def _experts(config) -> Any:
     if config.attention_backend != "triton":
         return SequentialMLP
     from moe_rl.models.deepseek_v4.fused_experts import FusedExperts
