@@ -173,5 +173,3 @@ def saved_by_spreading(plan: Plan) -> float:
         return 0.0
     other = Plan.of(changed(c, {"layout.pin_hash_layers": False}), plan.facts)
     return (max(plan.host_per_stage()) - max(other.host_per_stage())) / GIB
-
-
