@@ -288,8 +288,20 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
 def doctor(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    refit: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Update its rollouts' weights twice without training: nothing may change."),
+    ] = None,
+    hw: Hardware = None,
+    file: Files = None,
 ) -> None:
     """Versions, devices and runtime patches of this installation."""
+    if refit is not None:
+        from moe_rl.trainer.refit import refit as run_refit
+
+        done = run_refit(load_config(refit, overrides or (), hw=hw, files=file or ()))
+        print(json.dumps(done.as_dict(), indent=1) if as_json else "\n".join(done.lines()))
+        return
     from moe_rl.doctor import describe as describe_installation
     from moe_rl.doctor import examine
 

@@ -221,6 +221,13 @@ class AlgorithmConfig:
         "Mean over all tokens of the minibatch, or over sequences of their means.",
         choices=("token_mean", "sequence_mean"),
     )
+    correction: str = key(
+        "none",
+        "Importance weights for what rollout and trainer compute differently: the ratio of their probabilities of a token"
+        " or of a whole response, truncated at correction_cap; or what lies outside [1/cap, cap] left out.",
+        choices=("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"),
+    )
+    correction_cap: float = key(2.0, "Ratio at which algorithm.correction truncates or leaves out.", above=1)
     minibatches: int = key(1, "Optimizer steps a batch is cut into.", low=1)
     epochs: int = key(1, "Times a batch is gone through.", low=1)
 
@@ -312,6 +319,11 @@ class GatesConfig:
     pearson_min: float = key(
         0.0, "Least correlation of the rollout's and the trainer's token probabilities; 0 never stops.", low=0, high=1
     )
+    canary_pearson_min: float = key(
+        0.95, "Least sync/canary_pearson_prob after a weight update; 0 never stops.", low=0, high=1
+    )
+    canary_k3_max: float = key(0.05, "Highest sync/canary_k3_kl; 0 never stops.", unit="nats", low=0)
+    canary_logprob_max: float = key(0.0, "Highest sync/canary_logprob_abs_max; 0 never stops.", unit="nats", low=0)
 
 
 @dataclass
@@ -323,6 +335,12 @@ class TrainerConfig:
     validate_every: int = key(10, "Steps between validations; 0 never validates.", unit="steps", low=0)
     validation_prompts: int = key(128, "Held-out prompts of one validation.", unit="prompts", low=1)
     validation_n: int = key(1, "Completions per held-out prompt.", unit="samples", low=1)
+    canary_sequences: int = key(
+        4,
+        "Sequences of prompt tokens that trainer and rollouts both score after each weight update; 0 does without.",
+        unit="sequences",
+        low=0,
+    )
     router_bias: str = key("frozen", "The router's correction bias in training.", choices=("frozen",))
     gates: GatesConfig = field(default_factory=GatesConfig)
 

@@ -37,6 +37,14 @@ class Receiver:
             for part in parts
         ]
 
+    def digests(self) -> dict[str, int]:
+        """Name -> share in [0, 2**64) of the digest (`block_sums`) of what is held, from the live tensors."""
+        parts = [(name, part) for name, held in self._parts.items() for part in held]
+        sums = dict.fromkeys(self._parts, 0)
+        for (name, _), share in zip(parts, block_sums([part for _, part in parts]), strict=True):
+            sums[name] = (sums[name] + share) % (1 << 64)
+        return sums
+
     def stage(self, packet: Packet) -> None:
         """Copy a packet's tensors into the live model. The first packet of a version begins an update.
 

@@ -66,6 +66,13 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests; RunFailed without proven weights."""
 
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """float32 [L-1] for each sequence of L >= 2 token ids: natural log-probs at temperature 1 of its tokens, the first
+        omitted, by the forward pass that generation uses; RunFailed without proven weights."""
+
+    def digests(self) -> dict[str, int]:
+        """Name -> share of the digest of what is held of that tensor, computed from the live weights."""
+
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
     """The 64-bit seed of one sample, from what identifies it in a run and nothing else.

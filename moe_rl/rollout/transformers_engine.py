@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -126,6 +127,21 @@ class TransformersEngine:
                 problem = f"has temperature {request.temperature}"
             if problem:
                 raise UserError("rollout.request", f"request {request.id} {problem}")
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs of given tokens; see `RolloutEngine`. Neighbours of one length go through the model together."""
+        self.generate([])  # raises without proven weights
+        rows: list[np.ndarray] = []
+        for _, same in itertools.groupby(sequences, key=len):
+            tokens = torch.from_numpy(np.stack(list(same)).astype(np.int64)).to(self._device)
+            logprobs = self._model(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            rows.extend(logprobs.gather(2, tokens[:, 1:, None])[:, :, 0].cpu().numpy())
+        return rows
+
+    def digests(self) -> dict[str, int]:
+        """Digests of the live model; see `Receiver`."""
+        return self._receiver.digests()
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
         """Indices of requests with prompts of one length, at most `batch_size` at a time, the long answers together."""

@@ -22,6 +22,7 @@ from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, MoeRLError, UserError
 from moe_rl.models.load import TOKENIZER_FILES, copy_files
 from moe_rl.observe.metrics import MetricsWriter
 from moe_rl.observe.progress import Progress
+from moe_rl.trainer.canary import Canary
 from moe_rl.trainer.inputs import Rows, read_inputs
 from moe_rl.trainer.judging import Judge
 from moe_rl.trainer.loop import Loop, sample_lines
@@ -188,6 +189,8 @@ class GRPOTrainer:
         self.run.cut_back(state.step)
         sync = WeightSync(trainer, rollout)
         sync.push(state.weight_version)  # before anything else: no rollout ever samples from other weights
+        canary = Canary(config, self.inputs.records, trainer, rollout)
+        canary.check()
         self._write_manifest(trainer, rollout, sync, loaded)
         loop = Loop(
             config,
@@ -195,6 +198,7 @@ class GRPOTrainer:
             trainer,
             rollout,
             sync,
+            canary,
             self.cursor,
             self.inputs.validation,
             self.judge,

@@ -16,11 +16,13 @@ from moe_rl.data import Cursor, Record
 from moe_rl.errors import RunFailed
 from moe_rl.grpo.advantages import group_advantages
 from moe_rl.grpo.aggregation import sample_weights
-from moe_rl.grpo.batching import micro_batches, minibatches
+from moe_rl.grpo.batching import minibatches
+from moe_rl.grpo.corrections import correction
 from moe_rl.grpo.kl import k1, k3, penalised_rewards
 from moe_rl.grpo.mismatch import mismatch
 from moe_rl.observe.progress import Progress
 from moe_rl.rollout.engine import Request, sample_seed
+from moe_rl.trainer.canary import Canary
 from moe_rl.trainer.placement import RolloutGroup, TrainerGroup, WeightSync
 from moe_rl.trainer.samples import Sample, scored, trained
 from moe_rl.trainer.state import RunState
@@ -41,6 +43,7 @@ class Loop:
         trainer: TrainerGroup,
         rollout: RolloutGroup,
         sync: WeightSync,
+        canary: Canary,
         cursor: Cursor,
         validation: Sequence[Record],
         verify: Any,
@@ -48,7 +51,7 @@ class Loop:
         progress: Progress,
     ) -> None:
         self.config, self.state = config, state
-        self.trainer, self.rollout, self.sync = trainer, rollout, sync
+        self.trainer, self.rollout, self.sync, self.canary = trainer, rollout, sync, canary
         self.cursor, self.validation = cursor, validation
         self.verify, self.tokenizer, self.progress = verify, tokenizer, progress
         self.times: dict[str, float] = {}
@@ -79,11 +82,13 @@ class Loop:
         with self.phase("log_prob", self.trainer):
             self.score(samples)
         self.assign_advantages(samples, metrics)
-        metrics |= self.compare(samples)
+        metrics |= self.compare(samples) | self.correct(samples)
         with self.phase("update", self.trainer):
             metrics |= self.update(samples, step)
         with self.phase("sync"):
             moved = self.sync.push(self.state.weight_version)
+        with self.phase("canary"):
+            metrics |= self.canary.check()
 
         self.state.step, self.state.samples_seen = step, self.state.samples_seen + len(samples)
         self.state.cursor = self.cursor.state_dict()
@@ -135,15 +140,10 @@ class Loop:
             "response/aborted_ratio": 1.0 - len(kept) / len(samples),
         }
 
-    def _cuts(self, samples: Sequence[Sample]) -> list:
-        layout = self.trainer.layout
-        multiple = layout["pp"] if layout["vpp"] > 1 else 1
-        budget = self.config.engine.max_tokens_per_micro_batch
-        return micro_batches([s.length for s in samples], budget, layout["dp"], multiple)
-
     def score(self, samples: Sequence[Sample]) -> None:
         """The trainer's log-probs before the update, and the reference's where KL is asked for."""
-        cuts, batch, temperature = self._cuts(samples), scored(samples), self.config.rollout.temperature
+        cuts, batch = self.trainer.cuts([s.length for s in samples]), scored(samples)
+        temperature = self.config.rollout.temperature
         for i, (logprobs, entropy) in self.trainer.log_probs(
             batch, cuts, temperature=temperature, entropy=True
         ).items():
@@ -186,6 +186,19 @@ class Loop:
             metrics["kl/reference"] = float(estimate(_row(kept, "logprobs"), _row(kept, "reference")).mean())
         return metrics
 
+    def correct(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Weigh every response token by the ratio of trainer and rollout, as the algorithm asks for."""
+        algorithm = self.config.algorithm
+        if algorithm.correction == "none":
+            return {}
+        kept = [s for s in samples if not s.aborted]
+        lengths = torch.tensor([len(s.completion.tokens) for s in kept])
+        sampled = torch.from_numpy(np.concatenate([s.completion.logprobs for s in kept]))
+        found = correction(algorithm.correction, _row(kept, "logprobs"), sampled, lengths, algorithm.correction_cap)
+        for sample, weights in zip(kept, found.weights.split(lengths.tolist()), strict=True):
+            sample.correction = weights.numpy()
+        return found.metrics()
+
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, Any]:
         """Every optimizer step of this batch: epochs x minibatches, each with the weights of its own counts."""
         algorithm, stats = self.config.algorithm, []
@@ -196,9 +209,8 @@ class Loop:
                 lengths = torch.tensor([len(s.completion.tokens) for s in chosen])
                 weights = sample_weights(lengths, algorithm.aggregation, torch.tensor([s.valid for s in chosen]))
                 batch = trained(chosen, weights.tolist())
-                stats.append(
-                    self.trainer.update(batch, self._cuts(chosen), temperature=self.config.rollout.temperature)
-                )
+                cuts = self.trainer.cuts([s.length for s in chosen])
+                stats.append(self.trainer.update(batch, cuts, temperature=self.config.rollout.temperature))
         self.state.weight_version += 1
         totals = {name: sum(s.sums[name] for s in stats) for name in stats[0].sums}
         tokens = max(totals["tokens"], 1.0)

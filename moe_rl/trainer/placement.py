@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from moe_rl.config import Config
 from moe_rl.config.host import resolve_device
 from moe_rl.errors import RunFailed, UserError
+from moe_rl.grpo.batching import micro_batches
 from moe_rl.launch.node import EXCHANGE, NODES, meet, raise_failed
 from moe_rl.reshard.plan import make_plan
 from moe_rl.trainer.faults import collect
@@ -207,6 +208,11 @@ class TrainerGroup:
     def _time(self, results: Mapping[str, tuple[Any, float]]) -> None:
         self.seconds = {name: seconds for name, (_, seconds) in results.items()}
 
+    def cuts(self, lengths: Sequence[int]) -> list[Any]:
+        """Micro-batches of sequences of these lengths, for :meth:`log_probs` and :meth:`update`."""
+        multiple = self.layout["pp"] if self.layout["vpp"] > 1 else 1
+        return micro_batches(lengths, self.config.engine.max_tokens_per_micro_batch, self.layout["dp"], multiple)
+
     def log_probs(
         self,
         batch: Sequences,
@@ -249,6 +255,10 @@ class TrainerGroup:
         arguments = (list(boxes), dict(dtypes), version)
         return self.cluster.call([name], "send", lambda _: arguments, self.timeout_s, "sending weights")[name]
 
+    def digest(self) -> dict[str, int]:
+        """The digest of each tensor by name, from all ranks."""
+        return {name: d for part in self._all("digest", doing="digesting weights").values() for name, d in part.items()}
+
     def load_released(self, path: str) -> None:
         self._all("load_released", lambda _: (path,), "loading weights")
 
@@ -289,10 +299,20 @@ class RolloutGroup:
         numbers = {name: i for i, name in enumerate(self.names)}
         return self._all("holdings", lambda name: (numbers[name],), "listing weights")
 
-    def receive(self, version: int, names: Mapping[int, Sequence[str]], packets: Mapping[str, list[Any]]) -> None:
-        """Hand each replica its packets (object references) and have it prove the version whole."""
+    def receive(self, version: int, names: Mapping[int, Sequence[str]], packets: Mapping[str, list[Any]]) -> int:
+        """Hand each replica its packets (object references) and have it prove the version whole; bytes that arrived."""
         wanted = {name: names[i] for i, name in enumerate(self.names)}
-        self._all("receive", lambda name: (version, wanted[name], *packets[name]), "taking new weights")
+        return sum(
+            self._all("receive", lambda name: (version, wanted[name], *packets[name]), "taking new weights").values()
+        )
+
+    def score(self, sequences: Sequence[Any]) -> dict[str, list[Any]]:
+        """Each replica's log-probs float32 [L-1] of all sequences, at temperature 1."""
+        return self._all("score", lambda _: (list(sequences),), "scoring")
+
+    def digests(self) -> dict[str, dict[str, int]]:
+        """Each replica's digests of what it holds, computed from its live weights."""
+        return self._all("digests", doing="digesting weights")
 
     def generate(self, requests: Sequence[Any]) -> list[Any]:
         """One completion for each request, in their order; requests are dealt to the replicas in equal runs."""
@@ -317,7 +337,7 @@ class WeightSync:
         self.plan = make_plan(trainer.owned(), [tensor for tensors in held.values() for tensor in tensors])
 
     def push(self, version: int) -> int:
-        """Make `version` the weights of every replica; bytes moved.
+        """Make `version` the weights of every replica; bytes that arrived.
 
         Raises:
             RunFailed: a tensor is missing, arrives twice, or differs from what was sent; that replica refuses to
@@ -329,5 +349,4 @@ class WeightSync:
             wanted = self.dtypes[transfer.receiver]
             sent = workers[names[transfer.source]].send.remote(transfer.boxes, wanted, version)
             packets[self.rollout.names[transfer.receiver]].append(sent)
-        self.rollout.receive(version, self.plan.names, packets)
-        return self.plan.nbytes
+        return self.rollout.receive(version, self.plan.names, packets)

@@ -17,8 +17,8 @@ from moe_rl.trainer.worker import Sequences
 class Sample:
     """One completion of one prompt and all that the step learns about it.
 
-    `logprobs`, `entropy` and `reference` are the trainer's, float32 [R], one number per response token. `valid` is
-    False for a sample that must not teach: aborted, or without a reward.
+    `logprobs`, `entropy` and `reference` are the trainer's, float32 [R], one number per response token, `correction` the
+    importance weights of their loss. `valid` is False for a sample that must not teach: aborted, or without a reward.
     """
 
     record: Record
@@ -32,6 +32,7 @@ class Sample:
     logprobs: np.ndarray | None = None
     entropy: np.ndarray | None = None
     reference: np.ndarray | None = None
+    correction: np.ndarray | None = None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -65,10 +66,11 @@ def scored(samples: Sequence[Sample]) -> Sequences:
 
 
 def trained(samples: Sequence[Sample], weights: Sequence[float]) -> Sequences:
-    """The samples with all that the loss reads; `weights[i]` is that of each response token of sample i."""
+    """The samples with all that the loss reads; `weights[i]` is that of each response token of sample i
+    before its correction."""
     fields: dict[str, Callable[[Sample, float], np.ndarray | float]] = {
         "mask": lambda s, w: float(s.valid),
-        "weight": lambda s, w: w,
+        "weight": lambda s, w: w if s.correction is None else w * s.correction,
         "advantage": lambda s, w: s.advantage,
         "old_logprob": lambda s, w: s.logprobs if s.logprobs is not None else 0.0,
         "reference_logprob": lambda s, w: s.reference if s.reference is not None else 0.0,

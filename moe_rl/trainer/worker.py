@@ -185,9 +185,19 @@ class RolloutWorker(Worker):
         """What this replica, number `receiver` of the plan, must be given."""
         return self.engine.holdings(receiver)
 
-    def receive(self, version: int, names: Sequence[str], *packets: Sequence[Any]) -> None:
-        """Take a new weight version, whole or not at all."""
-        self.engine.receive([packet for part in packets for packet in part], version, names)
+    def receive(self, version: int, names: Sequence[str], *packets: Sequence[Any]) -> int:
+        """Take a new weight version, whole or not at all; bytes that arrived."""
+        came = [packet for part in packets for packet in part]
+        self.engine.receive(came, version, names)
+        return sum(packet.nbytes for packet in came)
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs of given tokens by the rollout's own forward pass."""
+        return self.engine.score(sequences)
+
+    def digests(self) -> dict[str, int]:
+        """Digests of the live weights."""
+        return self.engine.digests()
 
     def generate(self, requests: Sequence[Any]) -> tuple[list[Any], float]:
         """One completion for each request, in their order; seconds."""
