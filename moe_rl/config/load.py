@@ -285,7 +285,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Entry]:
     entries = []
     for name, key in VARIABLES.items():
         text = environment.get(name, "")
-        if text and key in keys():
+        if text:
             if keys()[key].type.startswith("list") and not text.startswith("["):
                 text = f"[{text}]"
             entries.append(dataclasses.replace(_parse_override(f"{key}={text}"), origin=f"environment {name}"))

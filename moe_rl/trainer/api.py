@@ -26,6 +26,7 @@ from moe_rl.trainer.canary import Canary
 from moe_rl.trainer.inputs import Rows, read_inputs
 from moe_rl.trainer.judging import Judge
 from moe_rl.trainer.loop import Loop, sample_lines
+from moe_rl.trainer.nodes import check_nodes
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
 from moe_rl.trainer.saving import Checkpoints, summary
 from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, checkpoint_of, read_state, verify, write_atomic
@@ -154,6 +155,7 @@ class GRPOTrainer:
             progress = Progress(config.trainer.steps, self.state.step)
             try:
                 with metrics, progress, Cluster(config, self.run.logs) as cluster:
+                    check_nodes(cluster, self.inputs.facts, self.run.path)
                     return self._run(cluster, metrics, progress)
             finally:
                 self.run.clear_unfinished()
@@ -254,7 +256,10 @@ class GRPOTrainer:
         self, trainer: TrainerGroup, rollout: RolloutGroup, sync: WeightSync, loaded: dict[str, Any]
     ) -> None:
         names = ("layout", "host", "pid", "python", "versions", "patches")
-        workers = {n: {k: v for k, v in w.items() if k in names} for n, w in (trainer.ranks | rollout.ranks).items()}
+        workers = {
+            n: {"node": trainer.cluster.places[n]} | {k: v for k, v in w.items() if k in names}
+            for n, w in (trainer.ranks | rollout.ranks).items()
+        }
         manifest = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "attempt": self.state.attempt,

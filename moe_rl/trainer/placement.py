@@ -35,6 +35,7 @@ class Cluster:
         self.config, self.logs = config, logs
         self.on_gpu = resolve_device(config.engine.device) == "cuda"
         self.workers: dict[str, Any] = {}
+        self.places: dict[str, str] = {}  # the node of each worker
         self.group: Any = None
         self.session: Session | None = None
         self.bundles: list[int] = []  # of the trainer's ranks, then of the rollout replicas
@@ -131,6 +132,10 @@ class Cluster:
             self.bundles = [order[rank // ranks] for rank in range(nodes * ranks)]
             self.bundles += [order[i % nodes] for i in range(replicas)]
 
+    def node_of(self, slot: int) -> str:
+        """Name of the node of a slot: ranks first, then replicas."""
+        return self.nodes[self.bundles[slot]]
+
     def start(self, kind: type, name: str, slot: int) -> Any:
         """Start one worker process in its slot: ranks first, then replicas; its output goes to logs/NAME.log."""
         log = self.logs / f"{name}.log"
@@ -149,7 +154,7 @@ class Cluster:
             )
             .remote(str(log))
         )
-        self.workers[name] = actor
+        self.workers[name], self.places[name] = actor, self.node_of(slot)
         return actor
 
     def call(

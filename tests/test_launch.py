@@ -1,0 +1,112 @@
+"""Batch jobs: what is rendered for each profile, and that the template is sound bash. tests/test_slurm.py runs them.
+
+`python -m tests.test_launch` writes tests/golden anew.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe_rl.cli import run
+from moe_rl.config import load_config
+from moe_rl.config.environment import VARIABLES
+from moe_rl.config.schema import keys
+from moe_rl.launch import render
+from moe_rl.models.family import read_facts
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+CASES = {  # the two runs of verl PR #8383
+    "h100": ["rollout.max_response=4096"],
+    "gb200": ["layout.pp=16", "layout.ep=16", "rollout.max_response=8192", "data.template=Q: {question}"],
+}
+ENVIRONMENT = {"SAVE_FREQ": "5", "SAVE_CONTENTS": "model,extra", "RUN_DIR": "/shared/my run", "HOME": "/root"}
+
+
+def job(profile: str) -> str:
+    config = load_config("dsv4-pro", CASES[profile], hw=profile, environment=ENVIRONMENT)
+    arguments = ["dsv4-pro", "--hw", profile, *CASES[profile]]
+    return render.render(config, arguments, ["--time=08:00:00"], ENVIRONMENT)
+
+
+def head(text: str) -> str:
+    """What differs from job to job: sbatch's options and the settings."""
+    options = re.findall(r"^#SBATCH .*\n", text, re.M)
+    return "".join(options) + text.partition(render.BEGIN)[2].partition(render.END)[0]
+
+
+@pytest.mark.parametrize("profile", CASES)
+def test_the_rendered_job_is_the_golden_one(profile: str):
+    text = job(profile)
+    assert head(text) == (GOLDEN / f"{profile}.txt").read_text()
+    assert text.partition(render.END)[2] == render.TEMPLATE.read_text().partition(render.END)[2]  # one source of truth
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_the_repository_and_the_package_have_one_template():
+    assert (ROOT / "launchers" / "slurm" / "train.sbatch").resolve() == render.TEMPLATE.resolve()
+
+
+def test_shell_scripts_pass_shellcheck():
+    if not shutil.which("shellcheck"):
+        pytest.skip("needs shellcheck (apt-get install shellcheck)")
+    subprocess.run(["shellcheck", render.TEMPLATE, ROOT / "tests" / "slurm" / "cluster.sh"], check=True)
+
+
+def test_an_argument_reaches_the_run_as_it_was_typed():
+    odd = ['data.template={question} it\'s $HOME `x` "q"', "trainer.steps=3"]
+    text = render.settings(load_config("dsv4-tiny", odd), ["dsv4-tiny", *odd])
+    script = f"{text}printf '%s\\n' \"${{arguments[@]}}\""
+    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == ["dsv4-tiny", *odd]
+
+
+def test_roles_name_the_stages_of_every_node():
+    config = load_config("dsv4-pro", hw="h100")
+    lines = render.roles(config, read_facts(config.model.path)).splitlines()
+    assert len(lines) == 1 + 64
+    assert lines[1].startswith("  node 0: ranks 0-7, stage 0 (E") and lines[1].endswith(", head and driver")
+    assert lines[2].startswith("  node 1: ranks 8-15, stage 0 (E") and "ranks 504-511, stage 31 (t" in lines[64]
+
+
+def test_a_dry_run_shows_job_plan_and_roles(capsys: pytest.CaptureFixture[str]):
+    nodes = ["cluster.nodes=2", "cluster.gpus_per_node=2", "rollout.replicas=3"]
+    assert run(["launch", "dsv4-tiny", "--hw", "cpu", *nodes, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in shown and "nodes=2\ncpus=4\ngpus=\n" in shown
+    assert "    rank 3: dp 1, experts" in shown
+    assert "  node 1: ranks 2-3, stage 1 (" in shown and shown.rstrip().endswith("rollout_1")
+
+
+def test_a_job_that_could_not_run_is_not_rendered(capsys: pytest.CaptureFixture[str]):
+    assert run(["launch", "dsv4-tiny", "layout.pp=3"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "[layout.world]" in shown.err
+
+
+# ---------------------------------------------------------------------------------------------- environment variables
+def test_every_variable_sets_a_key():
+    assert set(VARIABLES.values()) <= set(keys())
+
+
+def test_variables_stand_between_files_and_command_line(tmp_path: Path):
+    file = tmp_path / "more.yaml"
+    file.write_text("checkpoint: {every: 2, contents: [model]}\ntrainer: {steps: 7}\n")
+    config = load_config(
+        "dsv4-tiny", ["trainer.steps=9"], files=[file], environment=ENVIRONMENT | {"TOTAL_STEPS": "8", "GRAD_DTYPE": ""}
+    )
+    assert (config.checkpoint.every, config.checkpoint.contents) == (5, ["model", "extra"])
+    assert config.origin("checkpoint.every") == "environment SAVE_FREQ"
+    assert (config.trainer.steps, config.origin("trainer.steps")) == (9, "command line")
+    assert config.origin("optimizer.grad_dtype") == "default"
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name in CASES:
+        (GOLDEN / f"{name}.txt").write_text(head(job(name)))
