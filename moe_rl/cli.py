@@ -335,6 +335,29 @@ def bench_optimizer(
     raise typer.Exit(EXIT_INTERRUPTED if interrupted else EXIT_DONE)
 
 
+@bench_app.command("train")
+def bench_train(
+    recipe: Annotated[str, typer.Argument(help="A recipe, or a path to one.")],
+    overrides: Overrides = None,
+    layers: Annotated[int | None, typer.Option(help="Keep the model's first layers only.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Keep so many routed experts.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    sequences: Annotated[int, typer.Option(help="Sequences of a step.")] = 16,
+    steps: Annotated[int, typer.Option(help="Steps that are measured, after one that is not.")] = 3,
+    out: Annotated[Path, typer.Option(help="File of the results.")] = Path("bench-train.json"),
+    profile: Annotated[bool, typer.Option("--profile", help="Keep a trace for Perfetto beside it.")] = False,
+    hw: Hardware = None,
+    file: Files = None,
+) -> None:
+    """Tokens/s and MFU of log-probs and update with random weights, on one process, against a bare loop."""
+    from moe_rl.bench.train import benchmark
+
+    sizes = dict(layers=layers, experts=experts, length=length, sequences=sequences, steps=steps)
+    found = benchmark(recipe, overrides or (), hw=hw, files=file or (), **sizes, out=out, profile=profile)  # type: ignore[arg-type]
+    print(json.dumps(found["result"], indent=1))
+    print(f"results: {out}")
+
+
 @app.command()
 def explain(
     key: Annotated[str, typer.Argument(help="A key (layout.pp), a section (layout), or `all`.")],

@@ -279,6 +279,8 @@ CASES = [
     Case("a value that the benchmark's cases vary", "bench.key", "bench optimizer optimizer.offload_fraction=1"),
     Case("results where a file is", "bench.out", "bench optimizer --out mine.yaml"),
     Case("input that is wrong for every case", "rollout.group", "bench optimizer mine.yaml rollout.n=1"),
+    Case("a training benchmark of nothing", "bench.size", "bench train mine.yaml --sequences 0"),
+    Case("a training benchmark of another family", "bench.family", "bench train mine.yaml", edit=as_qwen("qwen2")),
 ]
 
 
