@@ -305,7 +305,7 @@ def doctor(
     from moe_rl.doctor import describe as describe_installation
     from moe_rl.doctor import examine
 
-    found = examine(load_config(None, overrides or ()))
+    found = examine(load_config(None, overrides or (), hw=hw, files=file or ()))
     print(json.dumps(found, indent=1) if as_json else describe_installation(found))
 
 

@@ -118,17 +118,34 @@ def test_the_doctor_shows_versions_devices_and_the_ledger():
         assert patch.name in text and patch.target in text and patch.upstream in text
 
 
-def test_a_version_that_does_not_agree_is_marked():
-    from moe_rl.doctor import describe
+def test_what_is_not_as_it_should_be_is_marked():
+    from moe_rl.doctor import describe, kernels_of
 
+    gpu = {"name": "H200", "memory_gib": 139.8, "arch": "sm90", "kernels": kernels_of("sm90")}
+    cpu = {"arch": "aarch64", "cores": 1, "memory_gib": 1.0, "amx": False}
+    packages = {n: {"installed": "2.11.0", "tested": "2.11.0", "same": n == "torch"} for n in ("torch", "vllm")}
     found = {
         "python": "3.12",
         "versions": {"torch": {"installed": "1.0", "wanted": ">=2.11", "agrees": False}},
-        "devices": {"cpu": {"cores": 1, "memory_gib": 1.0}, "gpus": [{"name": "H200", "memory_gib": 139.8}]},
+        "tested": {"profile": "h200", "seen": "there", "packages": packages},
+        "devices": {"cpu": cpu, "gpus": [gpu]},
         "patches": [],
     }
-    assert "torch" in describe(found) and "<- does not agree" in describe(found)
-    assert "gpu 0: H200, 139.8 GiB" in describe(found) and "no gpu" not in describe(found)
+    text = describe(found)
+    assert "<- does not agree" in text and text.count("<- another one") == 1 and "no gpu" not in text
+    assert "gpu 0: H200 (sm90), 139.8 GiB" in text and "aarch64" in text
+    experts = next(line for line in text.splitlines() if "mxfp4 experts" in line)
+    assert "marlin" in experts and "deep_gemm" not in experts  # DeepGEMM's MXFP4 needs sm100
+
+
+def test_an_installation_is_held_against_the_tested_matrix():
+    from moe_rl.config.load import shipped
+    from moe_rl.doctor import tested
+
+    assert tested("cpu")["packages"]["torch"] == {"installed": version("torch"), "tested": "2.13.0", "same": True}
+    assert tested("cpu")["packages"]["python"]["same"]  # 3.12 stands for each of its releases
+    assert not tested("h200")["packages"]["torch"]["same"]
+    assert all(tested(profile)["packages"] for profile in shipped("profile"))
 
 
 # ------------------------------------------------------------------------------------------------------------ a run
