@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import platform
 import resource
 import sys
@@ -24,14 +25,13 @@ from typing import Any
 from moe_rl.audit import coordinates
 from moe_rl.config import load_config
 from moe_rl.config.layout import resolve_stages
+from moe_rl.models.deepseek_v4.weights import served_cut
 from moe_rl.models.family import get_family, read_config, read_facts
 from moe_rl.models.weights import Box, WeightTable
 from moe_rl.models.wire import Wire, wire_bytes
 from moe_rl.reshard.plan import Plan, Share, Topology, plan_shares
 from moe_rl.reshard.traffic import Traffic
 
-# Axis that vLLM's tensor parallelism cuts (0.25.1, models/deepseek_v4); shared experts are whole where DP and EP are on.
-CUT = {"embed.weight": 0, "head.weight": 0, "wq_b.weight": 0, "wo_a.weight": 0, "wo_b.weight": 1, "attn_sink": 0}
 H100 = {"pp": 32, "ep": 8, "world": 512, "tp": 8, "dp": 8, "replicas": 8, "per_node": 8, "nic": 50.0, "nvlink": 450.0}
 CASES: dict[str, dict[str, Any]] = {
     "h100": H100 | {"pinned": True},
@@ -66,7 +66,7 @@ def trainer_shares(
 
 
 def rollout_shares(table: WeightTable, wire: Wire, tp: int, dp: int, replicas: int) -> list[Share]:
-    """What each rank of each replica holds: experts over all tp * dp ranks, `CUT` over tp."""
+    """What each rank of each replica holds: experts over all tp * dp ranks, attention by heads over tp."""
     size, found = tp * dp, []
     for rank in range(size):
         tensors = []
@@ -75,7 +75,7 @@ def rollout_shares(table: WeightTable, wire: Wire, tp: int, dp: int, replicas: i
             if entry.spec.expert is not None:
                 if not rank * table.experts // size <= entry.spec.expert < (rank + 1) * table.experts // size:
                     continue
-            elif (axis := CUT.get(entry.name.split("attn.")[-1])) is not None:
+            elif (axis := served_cut(entry.name)) is not None:
                 shape[axis] //= tp
                 start[axis] = rank % tp * shape[axis]
             box = Box(entry.name, tuple(start), tuple(shape))
@@ -166,6 +166,7 @@ def case(name: str, efficiency: float = 0.7) -> dict[str, Any]:
         "seconds_proving": time.perf_counter() - planned,
         "bytes_total": plan.nbytes,
         "received_over_held": ratio,
+        "sent": [min(sent := traffic.sent()), max(sent)],
         "least_and_most_of_a_rank": extremes,
         "balance": balance(plan, traffic, c["world"] // c["pp"]),
         "buffers": {"packet_bytes": PACKET, "largest_layer_of_a_receiver": max(layers.values())},
@@ -183,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
-        "hardware": {"machine": platform.machine(), "python": platform.python_version()},
+        "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version()},
         "model": "dsv4-pro, sizes of its config.json",
         "cases": {},
     }

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.sync_plan import case
+from moe_rl.config import load_config
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import weight_table
+from moe_rl.models.family import read_facts
 from moe_rl.models.wire import SIZES, Wire, wire_bytes
+from moe_rl.planner.comm import sync_plan
+from moe_rl.planner.plan import Plan
 from moe_rl.reshard.plan import Held, Owned, Topology, make_plan
 from moe_rl.reshard.traffic import Traffic
 from tests.released_v4 import released_config
@@ -24,6 +29,13 @@ def test_pro_for_every_rank_of_every_replica():
     assert found["received_over_held"] == 1.0
     assert found["bytes_total"] > 512 * 0.9 * 851e9 / 64  # every receiver holds its 64th of the experts, and more
     assert max(found["balance"].values()) < 1.1
+    planned = Plan.of(
+        config := load_config("dsv4-pro", ["layout.pin_hash_layers=false"]), read_facts(config.model.path)
+    )
+    rollout = replace(planned.memory.rollout, vllm=True, replicas=8, tp=8, dp=8, ep=64)
+    sync = sync_plan(config, planned.facts, planned.memory.inventory, rollout)
+    assert sync.bytes_total == pytest.approx(found["bytes_total"], rel=1e-4)
+    assert sync.bytes_out_max == pytest.approx(max(found["sent"]), rel=0.03)
     for side in ("peers_out", "peers_in"):
         assert found["least_and_most_of_a_rank"][side][1] <= 40
     assert 0.3 < found["critical_path"]["seconds"] < 3

@@ -12,7 +12,8 @@ class TensorSize:
     `place` is "embedding" (first stage), "head" (last stage) or "layer", and then `layer` its global index. `numel` counts
     the values of one expert's where `expert` is set. `bytes` is the size of a value in a bf16 model, `fp32` says that it is
     a parameter kept in fp32; only a `trained` tensor has a gradient (not buffers, not frozen ones). `split` says that
-    tensor parallelism cuts it, `released` is the bytes of it in a released, quantised checkpoint.
+    tensor parallelism cuts it, `released` is the bytes of it in a released, quantised checkpoint, `served_split` says that
+    vLLM's tensor parallelism cuts it.
     """
 
     place: str
@@ -24,6 +25,7 @@ class TensorSize:
     trained: bool
     split: bool
     released: int
+    served_split: bool
 
 
 @dataclass(frozen=True)

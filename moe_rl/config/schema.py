@@ -402,6 +402,9 @@ class MachineConfig:
         above=0,
     )
     nic_gbps: float = key(50.0, "Network of one GPU, each way; the default is one 400 Gb/s port.", unit="GB/s", above=0)
+    link_efficiency: float = key(
+        0.7, "Share of a link's rate that a weight update reaches; assumed, not measured.", above=0, high=1
+    )
     nvlink_gbps: float = key(
         450.0, "GPU to GPU inside a node, each way; the default is an H100 SXM's.", unit="GB/s", above=0
     )

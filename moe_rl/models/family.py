@@ -91,11 +91,14 @@ class _DeepseekV4(Family):
         }
 
     def sizes(self, arch: Any) -> dict[str, Any]:
+        from moe_rl.models.deepseek_v4.weights import is_served_split
         from moe_rl.models.deepseek_v4.widths import layer_widths
         from moe_rl.models.sizes import tensor_sizes, work
 
         # the indexer is frozen; expert ids by token and correction biases are buffers
-        tensors = tensor_sizes(self.weight_table(arch), (".indexer.", ".tid2eid", ".expert_bias"))
+        tensors = tensor_sizes(
+            self.weight_table(arch), (".indexer.", ".tid2eid", ".expert_bias"), served=is_served_split
+        )
         layers = layer_widths(arch, work(tensors, arch.num_layers))
         return {"tensors": tensors, "layers": layers, "boundary": arch.hc_mult * arch.hidden_size}
 

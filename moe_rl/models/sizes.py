@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moe_rl.config.facts import TensorSize
-from moe_rl.models.weights import DTYPES, WeightTable
+from moe_rl.models.weights import DTYPES, Row, WeightTable
 from moe_rl.models.wire import FP8_BLOCK, MXFP4_BLOCK
 
 _INT_BYTES = 8  # integer buffers are int64 in the trainer, whatever the checkpoint has
 
 
-def tensor_sizes(table: WeightTable, untrained: tuple[str, ...] = (), tied: bool = False) -> tuple[TensorSize, ...]:
+def tensor_sizes(
+    table: WeightTable,
+    untrained: tuple[str, ...] = (),
+    tied: bool = False,
+    served: Callable[[Row], bool] = lambda row: bool(row.split),
+) -> tuple[TensorSize, ...]:
     """Every tensor of the trainer's model; the released parts of one (gate and up, or query, key and value) are summed.
 
     Tensors whose name has one of `untrained` in it have no gradient: buffers, and parameters that are frozen. With `tied`
-    the output layer is a second copy of the embedding, where the two stand on different stages.
+    the output layer is a second copy of the embedding, where the two stand on different stages. `served` says of a row
+    whether vLLM's tensor parallelism cuts it; as the trainer's does where it is not given.
     """
     found: dict[tuple[int | None, str], TensorSize] = {}
     for layer in (None, *range(table.layers)):
@@ -39,6 +45,7 @@ def tensor_sizes(table: WeightTable, untrained: tuple[str, ...] = (), tied: bool
                     trained=not integer and not any(part in name for part in untrained),
                     split=bool(row.split),
                     released=_released(shape, row.quant, DTYPES[row.dtype].size) + (old.released if old else 0),
+                    served_split=served(row),
                 )
     return tuple(found.values())
 

@@ -66,10 +66,10 @@ class Inventory:
         names = {"embedding": stage.embedding, "head": stage.loss}
         for t in self.facts.tensors:
             if t.layer in stage.layers if t.place == "layer" else names[t.place]:
-                if not (tied and t.place == "head" and t.released and self._is_tied_copy(t)):
+                if not (tied and t.place == "head" and t.released and self.is_tied_copy(t)):
                     yield t
 
-    def _is_tied_copy(self, t: TensorSize) -> bool:
+    def is_tied_copy(self, t: TensorSize) -> bool:
         return self.facts.tied and t.numel == self.facts.vocab_size * self.facts.hidden_size
 
     def local(self, t: TensorSize) -> tuple[int, int]:

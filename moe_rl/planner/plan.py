@@ -9,6 +9,7 @@ from typing import Any
 from moe_rl.config import Config, ModelFacts, Problem
 from moe_rl.config.layout import format_stages, parse
 
+from .comm import SyncPlan, sync_plan
 from .inventory import Inventory, parameters
 from .memory import GIB, Items, Memory, worst
 from .report import plan_stages
@@ -32,7 +33,7 @@ class Plan:
     def of(cls, config: Config, facts: ModelFacts, problems: Sequence[Problem] = ()) -> Plan:
         """Of a layout that can be laid out. Raises UserError where it cannot."""
         inventory, rollout = Inventory.of(config, facts), Rollout.of(config, facts)
-        timing = Timing(config, facts, inventory, rollout, *_sync(config, rollout))
+        timing = Timing(config, facts, inventory, rollout, *_sync(config, facts, inventory, rollout))
         memory = Memory.of(config, facts, timing.micro_batches, timing.tokens)
         return cls(config, facts, memory, timing, (*problems, *_room(config, memory)))
 
@@ -47,6 +48,11 @@ class Plan:
         return sum(stage.actor() for stage in self.memory.stages) / len(self.memory.stages)
 
     @property
+    def sync(self) -> SyncPlan:
+        """The weight update."""
+        return sync_plan(self.config, self.facts, self.memory.inventory, self.memory.rollout)
+
+    @property
     def fits(self) -> bool:
         return not any(problem.rule.startswith("memory.") for problem in self.problems)
 
@@ -58,6 +64,7 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The object that ``moe-rl plan --json`` prints; sizes in GiB (2**30 bytes), times in seconds."""
         c, t, m = self.config, self.timing, self.memory
+        sync = self.sync
         gpu, nodes = self.gpu_per_stage(), m.nodes()
         host = self.host_per_stage()
         total, active = parameters(self.facts)
@@ -103,6 +110,10 @@ class Plan:
                 "bytes_total": t.sync_bytes_total,
                 "bytes_per_gpu_max": t.sync_bytes_gpu,
                 "seconds": t.sync,
+                "bytes_out_max": sync.bytes_out_max,
+                "link": sync.link,
+                "efficiency": sync.efficiency,
+                "seconds_by_gbps_and_efficiency": sync.sensitivity(),
             },
             "pipeline": {
                 "bubble_fraction": t.bubble,
@@ -145,11 +156,10 @@ def _gib(items: Items) -> dict[str, float]:
     return {name: size / GIB for name, size in items.items() if size}
 
 
-def _sync(config: Config, rollout: Rollout) -> tuple[int, int, float]:
-    """Bytes of a weight update in all and to the GPU that gets most, and its seconds over the slower of both links."""
-    gpu = rollout.weights
-    seconds = gpu / (config.machine.nic_gbps * 10**9)
-    return gpu * rollout.ranks * rollout.replicas, gpu, seconds
+def _sync(config: Config, facts: ModelFacts, inventory: Inventory, rollout: Rollout) -> tuple[int, int, float]:
+    """Bytes of a weight update in all and to the GPU that gets most, and the seconds of its busiest link."""
+    found = sync_plan(config, facts, inventory, rollout)
+    return found.bytes_total, found.bytes_per_gpu_max, found.seconds
 
 
 def _room(config: Config, memory: Memory) -> list[Problem]:

@@ -34,7 +34,7 @@ def describe(plan: Plan, levers: Sequence[str] = ()) -> str:
         f"rollout: {_rollout(d['rollout'])}",
         f"step: {step['seconds']:,.1f} s = rollout {step['rollout']:,.1f} + log-probs {step['log_prob']:,.1f} + update"
         f" {step['update']:,.1f} (optimizer {step['optimizer']:,.1f}) + weight update {step['sync']:,.1f}",
-        f"weight update: {d['sync']['bytes_total'] / 1e9:,.1f} GB in all, {d['sync']['bytes_per_gpu_max'] / 1e9:,.2f} GB to a GPU",
+        *plan.sync.lines(),
         "checkpoint, GiB: " + ", ".join(f"{part} {size:,.1f}" for part, size in d["checkpoint_gib"].items()),
         f"run: {run['steps']} steps, {run['hours']:,.1f} h, {run['node_hours']:,.1f} node-hours, at most"
         f" {run['tokens_at_most'] / 1e6:,.1f}e6 tokens",

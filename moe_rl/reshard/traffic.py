@@ -39,6 +39,10 @@ class Traffic:
             **{n: {r: counts[r] for r in (plan.sources if "out" in n else receivers)} for n, counts in sides.items()}
         )
 
+    def sent(self) -> list[int]:
+        """Bytes out of each rank's GPU, over both links."""
+        return [self.nic_out[rank] + self.nvlink_out[rank] for rank in self.nic_out]
+
     def critical(self, nic_gbps: float, nvlink_gbps: float, efficiency: float) -> tuple[float, str]:
         """Seconds that the busiest link takes at `efficiency` of its rate in GB/s (each way), and which link that is."""
         links = {"NIC": (self.nic_out, self.nic_in, nic_gbps), "NVLink": (self.nvlink_out, self.nvlink_in, nvlink_gbps)}

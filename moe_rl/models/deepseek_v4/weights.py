@@ -116,6 +116,20 @@ ROWS: tuple[Row, ...] = (
     ),
 )
 
+# Axis that vLLM's tensor parallelism cuts (0.25.1, models/deepseek_v4); all else is whole on every rank, shared experts too
+# where data and expert parallelism are on.
+SERVED_CUT = {"embed.weight": 0, "head.weight": 0, "wq_b.weight": 0, "wo_a.weight": 0, "wo_b.weight": 1, "attn_sink": 0}
+
+
+def served_cut(name: str) -> int | None:
+    """The axis that vLLM's tensor parallelism cuts of a released tensor, None where it is whole."""
+    return SERVED_CUT.get(name.split("attn.")[-1])
+
+
+def is_served_split(row: Row) -> bool:
+    """Whether vLLM's tensor parallelism cuts the tensors of a row."""
+    return served_cut(row.released) is not None
+
 
 def _sizes(arch: DeepseekV4Arch, layer: int | None) -> Mapping[str, int]:
     """The numbers behind the words of the table's shapes."""
