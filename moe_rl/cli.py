@@ -135,7 +135,8 @@ def launch(
     from moe_rl.config.problem import raise_all
     from moe_rl.launch import render
     from moe_rl.models.family import read_facts
-    from moe_rl.planner import describe_layout
+    from moe_rl.planner.plan import Plan
+    from moe_rl.planner.text import describe as describe_plan
 
     environment = dict(os.environ)
     if "MODEL_PATH" in environment and not Path(environment.get("DIST_CKPT_PATH", "")).exists():
@@ -152,7 +153,7 @@ def launch(
     if settings:
         print(render.settings(config, arguments), end="")
     elif dry_run:
-        print("\n\n".join([job.rstrip(), describe_layout(config, facts), render.roles(config, facts)]))
+        print("\n\n".join([job.rstrip(), describe_plan(Plan.of(config, facts)), render.roles(config, facts)]))
         raise_all(problems)
     else:
         print(render.submit(job) if submit else job, end="")

@@ -14,6 +14,7 @@ from moe_rl.config.environment import VARIABLES
 from moe_rl.config.host import resolve_device
 from moe_rl.config.layout import resolve_stages
 from moe_rl.errors import RunFailed, UserError
+from moe_rl.planner.report import rank_role
 
 TEMPLATE = Path(__file__).parent / "train.sbatch"
 BEGIN, END = "# settings\n", "# end of settings\n"
@@ -60,7 +61,7 @@ def render(
 
 
 def roles(config: Config, facts: ModelFacts) -> str:
-    """Which ranks, stages and rollout replicas a node has, a line for each node."""
+    """Stages, rollout replicas and ranks of every node, a line for each node and each rank."""
     layout, ranks = config.layout, config.cluster.gpus_per_node
     sizes = (layout.pp, layout.vpp, layout.pin_hash_layers)
     segments = resolve_stages(layout.stages, facts.num_layers, facts.hash_layers, *sizes).split("|")
@@ -74,6 +75,8 @@ def roles(config: Config, facts: ModelFacts) -> str:
             f"  node {node}: ranks {first}-{last}, stage{'s' * (len(held) > 1)} {stages}{rollouts}"
             + ", head and driver" * (node == 0)
         )
+        for rank in range(first, last + 1):
+            lines.append(f"    rank {rank}: stage {rank // width}, {rank_role(config, facts, rank % width)}")
     return "\n".join(["nodes:", *lines])
 
 

@@ -36,7 +36,7 @@ def describe_layout(config: Config, facts: ModelFacts, ranks: bool = True) -> st
         last = (stage + 1) * width
         for rank in range(stage * width, last if ranks else stage * width + 1):
             to = "" if ranks or width == 1 else f" (to {last - 1})"
-            lines.append(f"    rank {rank}{to}: {_rank(config, facts, rank - stage * width)}")
+            lines.append(f"    rank {rank}{to}: {rank_role(config, facts, rank - stage * width)}")
     return "\n".join(lines)
 
 
@@ -50,7 +50,7 @@ def _segment(segment: str, layers: range, facts: ModelFacts) -> str:
     return ", ".join([*parts, *(["loss"] if "L" in segment else [])])
 
 
-def _rank(config: Config, facts: ModelFacts, index: int) -> str:
+def rank_role(config: Config, facts: ModelFacts, index: int) -> str:
     """Coordinates of the rank at position `index` of its stage."""
     layout = config.layout
     parts = [f"dp {index // layout.tp}"]
