@@ -21,7 +21,7 @@ from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.weights import transformers_views, weight_table
 from moe_rl.models.digest import CHUNK, block_sums, digest, digest_all, whole_digest
 from moe_rl.models.weights import Box, Part, whole_parts
-from moe_rl.reshard.plan import Held, Owned, Transfer, make_plan
+from moe_rl.reshard.plan import Held, Owned, Topology, Transfer, make_plan
 from moe_rl.reshard.receive import Receiver
 from moe_rl.reshard.transport import Packet, pack, unpack
 from tests.tiny_v4 import randomise, tiny_config
@@ -145,7 +145,8 @@ def test_every_held_tensor_comes_once_from_an_owner(ranks, receivers, ep, rng):
     specs = _specs(25)
     owned = [Owned(r, *s) for i, s in enumerate(specs) for r in range(ranks) if i % 2 or r % ep == (i // 2) % ep]
     held = [Held(k, *s) for i, s in enumerate(specs) for k in range(receivers) if i % 3 or k == i % receivers]
-    plan = make_plan(owned, held)
+    topology = rng.choice([None, Topology(1), Topology(3), Topology(4, colocated=False)])
+    plan = make_plan(owned, held, topology)
     owners = {(o.rank, o.name) for o in owned}
     arrivals = Counter()
     for source, receiver, boxes, nbytes in plan.transfers:
@@ -157,7 +158,7 @@ def test_every_held_tensor_comes_once_from_an_owner(ranks, receivers, ep, rng):
     assert plan.names == {k: tuple(sorted(h.name for h in held if h.receiver == k)) for k in range(receivers)}
     rng.shuffle(owned)
     rng.shuffle(held)
-    assert make_plan(owned, held) == plan
+    assert make_plan(owned, held, topology) == plan
 
 
 def test_copies_are_balanced_by_bytes_when_owners_outnumber_receivers():

@@ -1,6 +1,6 @@
 """Run by tests/test_vllm_judge.py in a process of its own: one vLLM version's verdict on arguments and on kernels, as JSON.
 
-argv: a directory that holds that version's Python files, or "" for the installed one, which is not asked for kernels.
+argv: a directory that holds that version's Python files, or "" for the installed one; "kernels" to be told of them, too.
 stdin: a list of argument lists.
 """
 
@@ -137,4 +137,4 @@ if __name__ == "__main__":
 
     asked = json.load(sys.stdin)
     found = {"version": vllm.__version__, "verdicts": [verdict(a) for a in asked]}
-    print(json.dumps(found | ({"kernels": kernels()} if sys.argv[1] else {})))
+    print(json.dumps(found | ({"kernels": kernels()} if sys.argv[2:] else {})))

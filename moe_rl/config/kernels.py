@@ -1,8 +1,8 @@
 """Which of vLLM's kernels runs quantised weights on which GPU, and the rule that says so before a node is taken.
 
-Read from vLLM 0.25.1 (`_supports_current_device` of the experts' classes, `is_supported` of the linears'); all of it holds in
-0.29.0, where Marlin's linears run on every GPU. tests/test_vllm_judge.py asks both versions again. A kernel may need a
-package of its own beside the GPU.
+Read from vLLM 0.25.1 (`_supports_current_device` of the experts' classes, `is_supported` of the linears'), which
+tests/test_vllm_judge.py asks again; asked once, 0.29.0 said the same, but for Marlin's linears, which it runs on every GPU.
+A kernel may need a package of its own beside the GPU.
 """
 
 from __future__ import annotations
