@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.cli import run
+from moe_rl.config.schema import keys, sections
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -55,7 +56,7 @@ def test_ones_own_task_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_option_and_file_it_names_exists(capsys: pytest.CaptureFixture[str]):
-    for command in ("train", "score", "report", "explain", "doctor", "convert", "audit", "bench optimizer"):
+    for command in ("train", "score", "report", "explain", "doctor", "convert", "audit", "launch", "bench optimizer"):
         assert run([*command.split(), "--help"]) == 0
     helps = capsys.readouterr().out
     listed = block("## The command")
@@ -65,6 +66,20 @@ def test_every_option_and_file_it_names_exists(capsys: pytest.CaptureFixture[str
         assert (ROOT / target).exists(), target
     for target in re.findall(r"^make [a-z-]+", block("## Start"), flags=re.M):
         assert f"\n{target.split()[1]}:" in (ROOT / "Makefile").read_text()
+
+
+def test_every_key_and_metric_that_the_guides_name_exists():
+    metrics = (ROOT / "docs" / "metrics.md").read_text()
+    for guide in ("from_verl.md", "scale.md"):
+        text = (ROOT / "docs" / guide).read_text()
+        rows = [line.split(" | ", 1)[1] if line.startswith("| ") else line for line in text.splitlines()]
+        ours = "\n".join(rows) if guide == "from_verl.md" else text
+        for name in re.findall(r"`((?:{})\.[a-z_.]+)(?:=[^`]*)?`".format("|".join(sections())), ours):
+            assert name in keys() or name.startswith("reward.args"), f"{guide}: {name}"
+        for name in re.findall(r"`((?:reward|response|actor|mismatch|kl|eval|time|memory|correction)/[a-z_]+)`", ours):
+            assert f"`{name}`" in metrics, f"{guide}: {name}"
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            assert (ROOT / "docs" / target).exists(), f"{guide}: {target}"
 
 
 @pytest.mark.slow
