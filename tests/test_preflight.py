@@ -19,7 +19,7 @@ import pytest
 
 from moe_rl.config import load_config
 from moe_rl.models.family import read_facts
-from moe_rl.preflight import Needs, NodeFacts, examine, listener, problems, unreachable
+from moe_rl.preflight import Needs, NodeFacts, examine, listener, problems, unfit, unreachable
 from moe_rl.preflight.node import Gpu
 
 DOC = Path(__file__).parent.parent / "docs" / "wrong_input.md"
@@ -103,6 +103,8 @@ def test_a_node_that_cannot_take_part_is_named(case: Case):
 def test_several_nodes_are_all_named():
     nodes = [replace(n, shm_gib=1.0) if i in (3, 40) else n for i, n in enumerate(NODES)]
     assert [p.what.split(":")[0] for p in problems(nodes, NEEDS)] == ["node n3", "node n40"]
+    assert unfit(nodes, NEEDS) == ["n3", "n40"]  # the job goes on without them
+    assert unfit([replace(n, shm_gib=1.0) for n in NODES], NEEDS) == []  # what all lack, no other node has
 
 
 def test_needs_of_the_reference_run():

@@ -13,6 +13,8 @@ from moe_rl.planner.plan import Plan
 
 from .node import GIB, NodeFacts
 
+Row = tuple[str, str, str, str]
+"""Rule, what, why, fix."""
 SHM_SHARE = 0.95  # of what is free there, the most that Ray takes for its object store
 
 
@@ -56,13 +58,21 @@ def problems(nodes: Sequence[NodeFacts], needs: Needs) -> list[Problem]:
     """Every node that lacks something, by name. `nodes` are in the order of their ranks."""
     found: list[Problem] = []
     for i, node in enumerate(nodes):
-        for rule, what, why, fix in (*_devices(node, needs, i), *_room(node, needs, i), *_links(node, i)):
+        for rule, what, why, fix in _lacks(node, needs, i):
             found.append(Problem(f"node.{rule}", f"node {node.name}: {what}", why, fix))
     return [*found, *_versions(nodes)]
 
 
-Row = tuple[str, str, str, str]
-"""Rule, what, why, fix."""
+def unfit(nodes: Sequence[NodeFacts], needs: Needs) -> list[str]:
+    """Names of the nodes that lack something which most others have: the run can go on without these."""
+    lacking = [node.name for i, node in enumerate(nodes) if any(_lacks(node, needs, i))]
+    return lacking if 2 * len(lacking) < len(nodes) else []
+
+
+def _lacks(node: NodeFacts, needs: Needs, i: int) -> Iterator[Row]:
+    for part in (_devices, _room):
+        yield from part(node, needs, i)
+    yield from _links(node, i)
 
 
 def _devices(node: NodeFacts, needs: Needs, i: int) -> Iterator[Row]:

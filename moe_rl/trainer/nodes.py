@@ -14,10 +14,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moe_rl.config import ModelFacts
 from moe_rl.config.problem import raise_all
-from moe_rl.preflight import Needs, NodeFacts, examine, listener, problems, unreachable
+from moe_rl.launch.node import EXCHANGE
+from moe_rl.preflight import Needs, NodeFacts, examine, listener, problems, unfit, unreachable
 from moe_rl.trainer.placement import Cluster, living_nodes
 
 ANSWER_S = 120.0
+UNFIT = "unfit"  # the nodes that the batch job leaves out of its next start
 
 
 class Probe:
@@ -46,6 +48,8 @@ def check_nodes(cluster: Cluster, facts: ModelFacts, run_dir: Path) -> None:
             found = [examine(platform.node(), run_dir, *asked[1:])]
         else:
             found = _ask_all(cluster, asked)
+            if EXCHANGE in os.environ and (lacking := unfit(found, needs)):
+                Path(os.environ[EXCHANGE], UNFIT).write_text("\n".join(lacking) + "\n")
     raise_all(problems(found, needs))
 
 
