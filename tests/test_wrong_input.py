@@ -240,6 +240,7 @@ CASES = [
     Case("nucleus sampling in training", "rollout.top_p", "rollout.top_p=0.9"),
     Case("top-k sampling in training", "rollout.top_k", "rollout.top_k=50"),
     Case("more replicas than prompts", "rollout.replicas", "rollout.replicas=17"),
+    Case("ranks of a replica that is one process", "rollout.layout", "rollout.dp=2"),
     Case("one beta", "optimizer.betas", "optimizer.betas=[0.9]"),
     Case("a final learning rate above the first", "optimizer.min_lr", "optimizer.min_lr=1"),
     Case("bf16 gradients of fp32 weights", "optimizer.grad_dtype", "optimizer.grad_dtype=bf16"),

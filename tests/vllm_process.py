@@ -1,15 +1,23 @@
-"""A process of its own that scores tokens with vLLM: the CPU shim of megatron-core must not be where vLLM is.
+"""Processes of their own for vLLM: the CPU shim of megatron-core must not be where vLLM is. This one scores tokens:
 
 python -m tests.vllm_process MODEL TOKENS OUT      (files as `moe-rl score` reads and writes them)
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+
+from moe_rl.errors import MoeRLError
+from moe_rl.rollout import vllm_worker
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {
@@ -29,6 +37,84 @@ def vllm_logprobs(model: Path, tokens: list[list[int]], scratch: Path) -> list[l
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads(line)["logprobs"] for line in out.read_text().splitlines()]
+
+
+class Faulty(vllm_worker.WeightExtension):
+    """The worker extension with covers that can be taken off."""
+
+    def take_off(self, cover: str) -> None:
+        """`layout`: experts stay in checkpoint layout; `layer`: a layer is not loaded; empty: all covers back."""
+        from moe_patches import vllm_cpu
+
+        if not hasattr(self, "whole"):
+            self.whole = vllm_cpu.forget_layout, vllm_worker._by_layer
+        vllm_cpu.forget_layout, vllm_worker._by_layer = self.whole
+        if cover == "layout":
+            vllm_cpu.forget_layout = lambda model: 0
+        elif cover == "layer":
+            vllm_worker._by_layer = lambda *arguments: list(self.whole[1](*arguments))[1:]
+
+    def digests(self, out: str) -> None:
+        """Write {parameter or buffer: SHA-256 of its bytes} of the live model."""
+        tensors = self.model_runner.get_model().state_dict(keep_vars=True).items()
+        found = {n: hashlib.sha256(_bytes(t)).hexdigest() for n, t in tensors if hasattr(t, "data")}
+        self._answer(out, found)
+
+
+def _bytes(tensor: Any) -> bytes:
+    import torch
+
+    return tensor.data.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def live_digests(engine: Any) -> dict[str, str]:
+    """Of an `EngineProcess`'s engine with this module's extension."""
+    return engine._run(engine._ask("digests"))[0]
+
+
+class EngineProcess:
+    """A `VllmEngine` in a process; `call(function, ...)` runs function(engine, ...) there."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        context = get_context("spawn")
+        self._end, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, str(path), options))
+        self._process.start()
+        self.call(None)
+
+    def call(self, function: Callable | None, *arguments: Any) -> Any:
+        self._end.send((function, arguments))
+        while not self._end.poll(1):
+            assert self._process.is_alive(), "the engine's process died"
+        good, value = self._end.recv()
+        if good:
+            return value
+        raise value
+
+    def close(self) -> None:
+        self.call(_close)
+        self._process.join(60)
+
+
+def _serve(end: Any, path: str, options: dict) -> None:
+    from moe_rl.rollout.vllm_engine import VllmEngine
+
+    engine = None
+    while True:
+        function, arguments = end.recv()
+        try:
+            engine = engine or VllmEngine(path, **options)
+            end.send((True, function(engine, *arguments) if function else None))
+        except MoeRLError as error:
+            end.send((False, error))
+        except Exception:
+            end.send((False, RuntimeError(traceback.format_exc())))
+        if function is _close:
+            return
+
+
+def _close(engine: Any) -> None:
+    engine.close()
 
 
 def main(model: str, source: str, out: str) -> None:

@@ -8,6 +8,7 @@ A kernel may need a package of its own beside the GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from . import host
 from .facts import ModelFacts
@@ -56,9 +57,29 @@ Found = tuple[str, str, str, str, str]
 
 
 def kernel_problems(config: Config, facts: ModelFacts) -> Iterator[Found]:
-    """Kernels that vLLM does not have for the model's quantised weights, or not for this GPU; silent for other engines."""
-    if config.rollout.engine != "vllm":
+    """What vLLM cannot be given: a layout, a machine, or kernels that it lacks for the model's quantised weights."""
+    rollout = config.rollout
+    if rollout.engine != "vllm":
+        for name in ("rollout.tp", "rollout.dp", "rollout.ep"):
+            if config.get(name) > 1:
+                what = f"{name} is {config.get(name)} with rollout.engine {rollout.engine}"
+                why, fix = (
+                    "That engine has the whole model in one process.",
+                    "Set rollout.engine=vllm, or rollout.replicas.",
+                )
+                yield "rollout.layout", name, what, why, fix
         return
+    if find_spec("vllm") is None:
+        what, why = "rollout.engine is vllm, and no vLLM is installed here", "Its rollouts run in it."
+        yield "rollout.vllm", "rollout.engine", what, why, "Run `make setup`; on GPUs install the extra `gpu`."
+    if rollout.ep not in (1, rollout.tp * rollout.dp):
+        yield (
+            "rollout.layout",
+            "rollout.ep rollout.tp rollout.dp",
+            f"rollout.ep is {rollout.ep} with rollout.tp {rollout.tp} * rollout.dp {rollout.dp}",
+            "vLLM spreads experts over all ranks of a replica or over none.",
+            f"Set rollout.ep={rollout.tp * rollout.dp}, or 1.",
+        )
     if host.resolve_device(config.engine.device) == "cpu":
         if facts.experts_format and not host.has_cpu_flag("amx_tile"):
             yield (

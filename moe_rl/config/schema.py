@@ -170,8 +170,8 @@ class RolloutConfig:
 
     engine: str = key(
         "transformers",
-        "Rollout engine; `transformers` decodes in a process of its own, on any device.",
-        choices=("transformers",),
+        "Rollout engine: `transformers` decodes in a process of its own, on any device; `vllm` is the one for real runs.",
+        choices=("transformers", "vllm"),
     )
     replicas: int = key(
         1, "Rollout processes, each with the whole model; prompts are divided among them.", unit="processes", low=1
@@ -193,6 +193,18 @@ class RolloutConfig:
     )
     linear_backend: str = key(
         "auto", "vLLM's kernel for quantised linears; `auto` is vLLM's choice.", choices=("auto", *LINEAR_BACKENDS)
+    )
+    tp: int = key(1, "Tensor-parallel ranks of a vLLM replica.", unit="ranks", low=1)
+    dp: int = key(1, "Data-parallel ranks of a vLLM replica, which share its requests.", unit="ranks", low=1)
+    ep: int = key(1, "Ranks of a vLLM replica that its experts are spread over: 1, or tp * dp.", unit="ranks", low=1)
+    kv_cache_dtype: str = key("auto", "vLLM's KV cache; `auto` is the model's dtype.", choices=("auto", "fp8"))
+    gpu_memory_utilization: float = key(
+        0.5, "Share of a GPU that vLLM's weights, activations and KV cache take together.", above=0, high=1
+    )
+    max_num_batched_tokens: int = key(0, "Tokens that vLLM computes at once; 0 is vLLM's choice.", unit="tokens", low=0)
+    hang_s: float = key(300.0, "A vLLM engine that answers nothing for so long is given up.", unit="s", above=0)
+    max_restarts: int = key(
+        2, "Times that a replica starts its vLLM again after it died or hung; requests are asked anew.", low=0
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from moe_rl.errors import RunFailed, UserError
 from moe_rl.reshard.plan import Held
 
 if TYPE_CHECKING:
@@ -82,3 +83,29 @@ def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) 
     """
     text = f"{run_seed},{step},{prompt_index},{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def check_requests(requests: Sequence[Request], vocab_size: int, max_positions: int) -> None:
+    """Raises UserError for a prompt that is empty, too long or has tokens outside the vocabulary."""
+    for request in requests:
+        length = len(request.prompt) + request.max_tokens
+        problem = None
+        if not request.prompt or request.max_tokens < 1:
+            problem = "needs a prompt and at least one token to sample"
+        elif length > max_positions:
+            problem = f"would reach {length} tokens, the model has {max_positions} positions"
+        elif not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
+            problem = f"has token {max(request.prompt)}, the model has {vocab_size}"
+        elif not request.temperature >= 0:
+            problem = f"has temperature {request.temperature}"
+        if problem:
+            raise UserError("rollout.request", f"request {request.id} {problem}")
+
+
+def no_weights() -> RunFailed:
+    """The error of an engine that is asked to sample before an update was proven whole."""
+    return RunFailed(
+        "rollout.weights",
+        "this rollout has no weights that it may sample from",
+        "none were received yet, or the last update failed",
+    )

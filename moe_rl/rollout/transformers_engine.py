@@ -13,13 +13,13 @@ import torch
 
 from moe_rl.config.host import resolve_device
 from moe_rl.config.schema import Config
-from moe_rl.errors import RunFailed, UserError
+from moe_rl.errors import RunFailed
 from moe_rl.models.family import get_family, read_facts, special_ids
 from moe_rl.models.weights import torch_dtype, whole_parts
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.receive import Receiver
 from moe_rl.reshard.transport import Packet
-from moe_rl.rollout.engine import Completion, Request
+from moe_rl.rollout.engine import Completion, Request, check_requests, no_weights
 from moe_rl.rollout.sampling import sample
 
 _DEADLINE = 0.9  # of rollout.timeout_s: completions cut short come back before the caller gives the worker up
@@ -101,32 +101,13 @@ class TransformersEngine:
             UserError: a prompt is empty, too long or has tokens outside the vocabulary.
         """
         if self.weight_version < 0:
-            raise RunFailed(
-                "rollout.weights",
-                "this rollout has no weights that it may sample from",
-                "none were received yet, or the last update failed",
-            )
-        self._check(requests)
+            raise no_weights()
+        check_requests(requests, self._vocab_size, self._max_positions)
         deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         done: dict[int, Completion] = {}
         for batch in self._batches(requests):
             done.update(zip(batch, self._generate_batch([requests[i] for i in batch], deadline), strict=True))
         return [done[i] for i in range(len(requests))]
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            length = len(request.prompt) + request.max_tokens
-            problem = None
-            if not request.prompt or request.max_tokens < 1:
-                problem = "needs a prompt and at least one token to sample"
-            elif length > self._max_positions:
-                problem = f"would reach {length} tokens, the model has {self._max_positions} positions"
-            elif not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
-                problem = f"has token {max(request.prompt)}, the model has {self._vocab_size}"
-            elif not request.temperature >= 0:
-                problem = f"has temperature {request.temperature}"
-            if problem:
-                raise UserError("rollout.request", f"request {request.id} {problem}")
 
     @torch.no_grad()
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

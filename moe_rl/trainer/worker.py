@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moe_rl.config import Config
+
+if TYPE_CHECKING:
+    from moe_rl.rollout.engine import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,15 @@ class RolloutWorker(Worker):
     """One rollout replica."""
 
     def start(self, config: Config) -> dict[str, Any]:
-        from moe_rl.rollout.transformers_engine import TransformersEngine
+        self.engine: RolloutEngine
+        if config.rollout.engine == "vllm":
+            from moe_rl.rollout.vllm_engine import VllmEngine
 
-        self.engine = TransformersEngine.from_config(config)
+            self.engine = VllmEngine.from_config(config)
+        else:
+            from moe_rl.rollout.transformers_engine import TransformersEngine
+
+            self.engine = TransformersEngine.from_config(config)
         return self.describe()
 
     def holdings(self, receiver: int) -> list[Any]:

@@ -1,0 +1,251 @@
+"""What runs inside vLLM's workers: declare the weights held, take new ones, prove that all were taken, record routing.
+
+An instance of vLLM's worker class gets these methods by `worker_extension_cls`; the engine calls them by collective_rpc.
+Answers travel as files, since of several data-parallel ranks vLLM returns the first one's alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from moe_rl.models.family import get_family, read_config, read_facts
+from moe_rl.models.weights import WeightTable, torch_dtype
+from moe_rl.models.wire import PLAIN, Wire, scale_name
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_PR_SET_PDEATHSIG = 1
+_MARK = 0xA5  # of bytes that no update has written yet
+
+
+class Entry(NamedTuple):
+    """A whole released tensor in the staging file: `dtype` is a short name, `offset` its first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class WeightExtension:
+    """Methods for vLLM's worker; `self` is that worker."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+    device: torch.device
+    parallel_config: Any
+
+    def weights_prepare(self, record_routing: bool, out: str) -> None:
+        """Cover vLLM's gaps, and write what the live model holds: {released name: (shape, short dtype)}."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it would outlive a parent that is killed
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            from moe_patches import vllm_cpu
+
+            vllm_cpu.install()
+        _keep_live()
+        table, local = _table(self.model_config.model), _local_experts(model)
+        own = "bf16" if self.model_config.dtype == torch.bfloat16 else "fp32"
+        held = {}
+        for name, spec in table.expected().items():
+            if spec.expert is None or spec.layer not in local or spec.expert in local[spec.layer]:
+                held[name] = (spec.shape, own if spec.dtype == "bf16" else spec.dtype)
+        self._held = held
+        self._routing = _Routing(self.model_runner) if record_routing else None
+        self._answer(out, held)
+
+    def weights_update(self, staging: str, index: list[list[Any]], out: str) -> None:
+        """Load every held tensor from the staging file, layer by layer; write what is wrong afterwards, [] if nothing.
+
+        The live tensors are marked before and must all have been written after: a tensor that vLLM's reload passes over
+        would otherwise keep its old value in silence.
+        """
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        source = torch.from_numpy(np.memmap(staging, np.uint8, mode="c"))
+        entries = {e.name: e for e in (Entry(n, d, tuple(s), o) for n, d, s, o in index)}
+        problems = _named("are held and were not sent", self._held.keys() - entries.keys())
+        if not problems:
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config), torch.device(self.device):
+                mark(model)
+                self._reload(model, source, [entries[name] for name in self._held])
+                problems = _named("of the live model were not written", unwritten(model))
+        self._answer(out, problems)
+
+    def _reload(self, model: Any, source: torch.Tensor, entries: list[Entry]) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        if self.device.type == "cpu":
+            from moe_patches import vllm_cpu
+
+            vllm_cpu.forget_layout(model)
+        reload.initialize_layerwise_reload(model)
+        table, config = _table(self.model_config.model), read_config(self.model_config.model)
+        wire = Wire.released(config) if "quantization_config" in config else PLAIN
+        kinds = {entry.name: wire.kind(entry) for entry in table.entries}
+        for names in _by_layer(table, [entry.name for entry in entries]):
+            values = ((e, _tensor(source, e).to(self.device)) for e in entries if e.name in names)
+            model.load_weights(piece for e, value in values for piece in _encoded(e.name, kinds[e.name], value, wire))
+        reload.finalize_layerwise_reload(model, self.model_config)
+
+    def routing_take(self, ids: list[str], out: str) -> None:
+        """Write, and forget, the experts of these requests: {id: int16 [tokens fed, layers, experts per token]}."""
+        assert self._routing is not None
+        self._answer(out, {i: rows for i in ids if (rows := self._routing.take(i)) is not None})
+
+    def alive(self) -> None:
+        """Answer."""
+
+    def _answer(self, directory: str, value: Any) -> None:
+        p = self.parallel_config
+        rank = p.data_parallel_rank * p.world_size + getattr(self, "rank", 0)
+        Path(directory, f"{rank:05d}").write_bytes(pickle.dumps(value))
+
+
+class _Routing:
+    """Routed experts by request, from vLLM's router callbacks; valid where every position is computed (no prefix cache)."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._rows: dict[str, list[tuple[int, int, torch.Tensor]]] = {}  # first position, layer, experts
+        self._layers = runner.model_config.get_total_num_hidden_layers()
+        for name, module in runner.get_model().named_modules():
+            router: Any = getattr(module, "router", None)
+            layer = _LAYER.search(name + ".")
+            if hasattr(router, "set_capture_fn") and layer:
+                router.set_capture_fn(partial(self._take_in, int(layer[1])))
+
+    def _take_in(self, layer: int, ids: torch.Tensor) -> None:
+        batch = self._runner.input_batch
+        ends = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+        if len(ids) < ends[-1]:
+            return  # a dummy batch that keeps data-parallel ranks in step
+        for i, request in enumerate(batch.req_ids):
+            rows = ids[ends[i] : ends[i + 1]].to(torch.int16, copy=True)
+            self._rows.setdefault(request, []).append((int(batch.num_computed_tokens_cpu[i]), layer, rows))
+
+    def take(self, request: str) -> np.ndarray | None:
+        # vLLM puts a suffix of its own behind the id that it was given
+        key = next((key for key in self._rows if key == request or key.startswith(request + "-")), None)
+        if key is None:
+            return None
+        found = self._rows.pop(key)
+        end = max(first + len(rows) for first, _, rows in found)
+        out = np.zeros((end, self._layers, found[0][2].shape[1]), np.int16)
+        for first, layer, rows in found:  # a request that was preempted comes again from its start
+            out[first : first + len(rows), layer] = rows.numpy()
+        return out
+
+
+def _table(path: str) -> WeightTable:
+    facts = read_facts(path)
+    family = get_family(facts.family)
+    return family.weight_table(family.read_arch(path))
+
+
+def _local_experts(model: torch.nn.Module) -> dict[int, set[int]]:
+    """Layer -> experts held here, for layers whose experts are spread over ranks."""
+    found = {}
+    for name, module in model.named_modules():
+        held = getattr(module, "_expert_map", None)
+        layer = _LAYER.search(name + ".")
+        if isinstance(held, torch.Tensor) and layer:
+            found[int(layer[1])] = set((held >= 0).nonzero()[:, 0].tolist())
+    return found
+
+
+def _by_layer(table: WeightTable, names: Iterable[str]) -> Iterator[set[str]]:
+    """Names in the order of the layers; what is outside them comes last."""
+    groups: dict[int, set[str]] = defaultdict(set)
+    specs = table.expected()
+    for name in names:
+        layer = specs[name].layer
+        groups[table.layers if layer is None else layer].add(name)
+    for layer in sorted(groups):
+        yield groups[layer]
+
+
+def _tensor(source: torch.Tensor, entry: Entry) -> torch.Tensor:
+    dtype = torch_dtype(entry.dtype)
+    size = int(np.prod(entry.shape)) * dtype.itemsize
+    return source[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
+
+
+def _encoded(name: str, kind: str, value: torch.Tensor, wire: Wire) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor as a released checkpoint stores it: by itself, or codes and block scales."""
+    from moe_rl.models import codec
+
+    if not kind:
+        yield name, value
+        return
+    if kind == "fp8":
+        codes, scales = codec.fp8_encode(value, scale_dtype="fp32" if wire.scale == "F32" else "e8m0", name=name)
+    else:
+        codes, scales = codec.mxfp4_encode(value, name=name)
+        codes, scales = codes.view(torch.int8), scales.view(torch.float8_e8m0fnu)
+    yield from ((name, codes), (scale_name(name), scales))
+
+
+def mark(model: torch.nn.Module) -> None:
+    """Fill every parameter with NaN, or bytes of a mark where its dtype has none."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
+            parameter.data.fill_(torch.nan)
+        elif parameter.numel():
+            _bytes(parameter).fill_(_MARK)
+
+
+def unwritten(model: torch.nn.Module) -> list[str]:
+    """Parameters that still hold the mark in any element (of a byte format: in a whole row)."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
+            still = parameter.isnan().any()
+        else:
+            rows = _bytes(parameter)
+            still = (rows == _MARK).all(-1).any() if parameter.numel() else torch.tensor(False)
+        if bool(still):
+            found.append(name)
+    return found
+
+
+def _bytes(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A parameter's own bytes, uint8 [rows, bytes of a row]."""
+    data = parameter.data if parameter.dim() else parameter.data[None]
+    return data.view(torch.uint8).flatten(1) if data.dim() > 1 else data.view(torch.uint8)[None]
+
+
+def _keep_live() -> None:
+    """Have vLLM's reload leave attention sinks where they are: its DeepSeek-V4 copies them past the loader that it wraps,
+    so that the copy went to a placeholder and the old sinks stayed (vLLM #57795)."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    for names in (meta.SKIP_TENSORS, getattr(meta, "SKIP_LOAD_TENSORS", set())):
+        names.add("attn_sink")
+
+
+def _named(what: str, names: Iterable[str]) -> list[str]:
+    names = sorted(names)
+    return [f"{len(names)} tensors {what}: {', '.join(names)}"] if names else []
+
+
+def read_answers(directory: str) -> list[Any]:
+    """What the workers wrote, in the order of their ranks; the files go."""
+    found = []
+    for file in sorted(Path(directory).iterdir()):
+        found.append(pickle.loads(file.read_bytes()))
+        os.unlink(file)
+    return found
