@@ -334,3 +334,17 @@ def test_a_plain_model_goes_to_dist_in_its_own_precision(tmp_path: Path):
     for name, blocks in weights.items():
         (value,) = blocks.values()
         assert np.array_equal(value, raw[name].double().numpy()), name
+
+
+def test_transformer_engine_beside_it_is_left_alone(released: Path, tmp_path: Path):
+    """megatron-core takes Transformer Engine up where it finds it, which no process without a GPU survives."""
+    package = tmp_path / "site" / "transformer_engine" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("raise RuntimeError('Transformer Engine was imported')\n")
+    commands = [["convert", str(released), str(tmp_path / "dist"), "--to", "dist"], ["audit", str(tmp_path / "dist")]]
+    code = f"import sys; from moe_rl.cli import run; sys.exit(any([run(c) for c in {commands!r}]))"
+    paths = os.pathsep.join([str(package.parent.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -90,13 +90,13 @@ class Slot:
 
 def make_slots(family: Any, arch: Any, dtype: str) -> tuple[list[Slot], list[Item]]:
     """Every parameter and buffer of a model that a checkpoint holds, and its extra states; `dtype` "bf16" or "fp32"."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
-
     from moe_rl.engine.standing import Layout, meta_chunks, single_process
 
     table: WeightTable = family.weight_table(arch)
     with single_process():
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+
         (chunk,) = meta_chunks(family, arch, Layout(""), dtype=dtype)
         state = chunk.sharded_state_dict(metadata={"singleton_local_shards": False})
         apply_factories(state)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import nn
 
 from moe_rl.models.weights import Shard
@@ -39,7 +38,9 @@ def single_process() -> Iterator[None]:
         return
     from moe_patches import cpu
 
-    cpu.install()
+    cpu.install()  # before megatron-core is imported: it must not find Transformer Engine
+    from megatron.core import parallel_state
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
@@ -55,6 +56,8 @@ def single_process() -> Iterator[None]:
 @contextmanager
 def _standing(layout: Layout, pp_rank: int, shard: Shard) -> Iterator[None]:
     """megatron-core is told that this process stands there: its groups answer rank and size, and can do nothing else."""
+    from megatron.core import parallel_state
+
     places = {
         "TENSOR_MODEL": (shard.tp_rank, layout.tp),
         "PIPELINE_MODEL": (pp_rank, layout.pp),
