@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -16,7 +17,9 @@ from moe_rl.cli import run
 from moe_rl.config import load_config
 from moe_rl.config.environment import VARIABLES
 from moe_rl.config.schema import keys
+from moe_rl.errors import UserError
 from moe_rl.launch import render
+from moe_rl.launch.node import meet, versions
 from moe_rl.models.family import read_facts
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +92,27 @@ def test_a_job_that_could_not_run_is_not_rendered(capsys: pytest.CaptureFixture[
     assert run(["launch", "dsv4-tiny", "layout.pp=3"]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and "[layout.world]" in shown.err
+
+
+def test_without_slurm_a_job_is_not_submitted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    assert run(["launch", "dsv4-tiny", "--submit"]) == 2
+    assert "[launch.slurm]" in capsys.readouterr().err
+
+
+def test_a_node_with_other_versions_says_so_and_the_driver_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    head = {"address": "127.0.0.1:1", "name": "n1", "versions": versions() | {"torch": "1.0"}}
+    (tmp_path / "head.json").write_text(json.dumps(head))
+    monkeypatch.setenv("MOE_RL_EXCHANGE", str(tmp_path))
+    monkeypatch.setenv("MOE_RL_HEAD", "n1")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
+    assert run(["node", "--cpus", "1"]) == 2
+    with pytest.raises(UserError) as caught:
+        meet(tmp_path)
+    assert (
+        caught.value.rule == "node.versions" and "nodes n2 and n1" in caught.value.what and "1.0" in caught.value.what
+    )
 
 
 # ---------------------------------------------------------------------------------------------- environment variables
