@@ -229,6 +229,8 @@ def _upstream_fixed(rank: int, world: int, port: int) -> dict:
     def gradients(self):
         for param, inner in self.param_to_inner_param.items():
             inner.grad = param.decoupled_grad
+        if hasattr(self, "gpu_optimizer"):
+            self.gpu_optimizer.register_step_pre_hook(lambda *_: self._d2h_stream.record_event().wait())
 
     def step(self):
         for group in self.param_groups:

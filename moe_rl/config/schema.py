@@ -22,6 +22,7 @@ PATCHES = (  # of moe_patches, which this package does not import; a test holds 
     "hybrid_reload",
     "hybrid_gradients",
     "hybrid_step",
+    "hybrid_streams",
     "hybrid_staging",
     "fused_masters",
 )
@@ -102,6 +103,12 @@ class EngineConfig:
         "Type of the weights and activations; what the model keeps in fp32 stays fp32.",
         choices=("fp32", "bf16"),
     )
+    fake_quant: str = key(
+        "none",
+        "Weights that the forward pass rounds as releases and rollouts store them (gradients pass straight through):"
+        " none, the routed experts, or all that are quantised.",
+        choices=("none", "experts", "all"),
+    )
     recompute: str = key(
         "full",
         "`full` recomputes each layer in the backward pass: less memory, about a third more time.",
@@ -181,6 +188,12 @@ class RolloutConfig:
     validation_temperature: float = key(1.0, "Sampling temperature of validation; 0 takes the likeliest token.", low=0)
     max_response: int = key(
         16, "Longest completion; a longer one is cut and counted as truncated.", unit="tokens", low=1
+    )
+    router_replay: str = key(
+        "none",
+        "Experts that an update takes again: R2 those of the trainer's own log-probs, R3 those of the rollout (in the"
+        " log-probs too).",
+        choices=("none", "R2", "R3"),
     )
     top_p: float = key(1.0, "Nucleus sampling; only 1 (off) is accepted in training.", above=0, high=1)
     top_k: int = key(0, "Top-k sampling; only 0 (off) is accepted in training.", low=0)

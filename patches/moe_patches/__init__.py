@@ -25,6 +25,7 @@ def patches() -> list[Patch]:
     from .hybrid_reload import HybridReload
     from .hybrid_staging import HybridStaging
     from .hybrid_step import HybridStep
+    from .hybrid_streams import HybridStreams
     from .no_grad import NoGradMainParams
     from .optimizer_states import OptimizerStates
 
@@ -36,6 +37,7 @@ def patches() -> list[Patch]:
         HybridReload(),
         HybridGradients(),
         HybridStep(),
+        HybridStreams(),
         HybridStaging(),
         FusedMasters(),
     ]
