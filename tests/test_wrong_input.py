@@ -164,6 +164,18 @@ CASES = [
         "layout.tp=2 layout.ep=1",
         edit=as_qwen("qwen2", vocab_size=1),
     ),
+    Case(
+        "rounding for a family that is released unrounded",
+        "engine.fake_quant",
+        "engine.fake_quant=all layout.ep=1",
+        edit=as_qwen("qwen3"),
+    ),
+    Case(
+        "router replay without experts",
+        "rollout.router_replay",
+        "rollout.router_replay=R3 layout.ep=1",
+        edit=as_qwen("qwen3"),
+    ),
     Case("etp for a model without experts", "layout.experts", "layout.etp=2 layout.ep=1", edit=as_qwen("qwen2")),
     Case("etp other than tp on a CPU", "layout.etp", "layout.etp=2 layout.ep=1", edit=as_qwen("qwen3_moe")),
     Case("more stages than layers", "layout.too_many_stages", "layout.pp=8 layout.ep=1 cluster.gpus_per_node=8"),

@@ -58,7 +58,7 @@ def layout_problems(config: Config, facts: ModelFacts | None, world: int | None 
     """Whether the layout fits `world` ranks (None: those of config.cluster) and, with facts, the model."""
     problems = list(_world(config, config.world if world is None else world))
     if facts is not None:
-        for rule in (_layers, _experts, _tensor_parallel):
+        for rule in (_layers, _experts, _tensor_parallel, _rounding, _replay):
             problems += rule(config, facts)
     return problems
 
@@ -405,6 +405,27 @@ def _experts(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     else:
         return
     yield _problem(config, "layout.experts", "layout.ep", what, "Every rank holds the same number of experts.", fix)
+
+
+def _rounding(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    which = config.engine.fake_quant
+    if which == "none" or facts.experts_format or (which == "all" and facts.linears_format):
+        return
+    yield _problem(
+        config,
+        "engine.fake_quant",
+        "engine.fake_quant",
+        f"engine.fake_quant is {which}, but releases of family {facts.family} quantise no weight of that kind",
+        "It rounds weights as the rollouts hold them, and these hold them unrounded.",
+        "Set engine.fake_quant=none.",
+    )
+
+
+def _replay(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    if config.rollout.router_replay != "none" and not facts.num_experts:
+        what = f"rollout.router_replay is {config.rollout.router_replay}, but the model has no experts"
+        why = "There is no router whose choices could be replayed."
+        yield _problem(config, "rollout.router_replay", "rollout.router_replay", what, why, "Set it to none.")
 
 
 def _tensor_parallel(config: Config, facts: ModelFacts) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ class MicroBatch:
         tokens: int64 [T].
         labels: int64 [T].
         fields: float32 [T] each.
+        routes: int16 [T, layers, k], the experts to replay, -1 where there are none; None: nothing is replayed.
     """
 
     ids: tuple[int, ...]
@@ -32,6 +33,7 @@ class MicroBatch:
     tokens: torch.Tensor
     labels: torch.Tensor
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    routes: torch.Tensor | None = None
 
     @classmethod
     def pack(
@@ -77,7 +79,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
         fields = {name: value.to(device) for name, value in self.fields.items()}
-        return MicroBatch(self.ids, self.lengths, self.tokens.to(device), self.labels.to(device), fields)
+        routes = None if self.routes is None else self.routes.to(device)
+        return MicroBatch(self.ids, self.lengths, self.tokens.to(device), self.labels.to(device), fields, routes)
 
 
 def _row(values: Sequence[np.ndarray | Sequence[float]]) -> torch.Tensor:

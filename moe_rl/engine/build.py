@@ -46,6 +46,7 @@ def make_transformer_config(family: Any, arch: Any, config: Config, parallel: Pa
     # Losses arrive as sums; without this megatron divides them by micro-batches and data-parallel ranks
     assert made.calculate_per_token_loss
     made.finalize_model_grads_func = finalize
+    made.moe_enable_routing_replay = config.rollout.router_replay != "none"
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_rl.config import Config
-from moe_rl.engine import checkpoint, memory
+from moe_rl.engine import checkpoint, fake_quant, memory
 from moe_rl.engine.batch import MicroBatch
 from moe_rl.engine.parallel import Parallel, destroy, init_distributed
 from moe_rl.engine.saver import Saver
 from moe_rl.engine.schedule import scheduled_rate
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.family import get_family, read_facts
+from moe_rl.models.family import get_family, read_config, read_facts
 from moe_rl.models.weights import Part
+from moe_rl.models.wire import Wire
 
 _GIB = 2**30
 
@@ -33,6 +34,8 @@ class Engine:
         arch: the model's sizes.
         patches: runtime patch -> what became of it; equal on all ranks.
         steps: optimizer steps done so far; the learning rate is a function of it.
+        routes: sequence id -> int16 [L-1, layers, k], the experts that the last `log_probs` with `record` saw tokens take
+            in this rank's layers, -1 in the others.
     """
 
     def __init__(self, config: Config, parallel: Parallel, family: Any, *, train: bool, reference: bool) -> None:
@@ -52,6 +55,10 @@ class Engine:
             self.reference = build.build_chunks(family, self.arch, self.transformer_config, parallel)
             for chunk in self.reference:
                 chunk.eval().requires_grad_(False)
+        self.rounding: dict[str, str] = {}
+        if config.engine.fake_quant != "none":
+            self._round()
+        self.routes: dict[int, Any] = {}
         self.optimizer: Any = None
         self._wrapped: list[nn.Module] = list(self.chunks)
         if train:
@@ -105,8 +112,12 @@ class Engine:
         temperature: float,
         entropy: bool = False,
         reference: bool = False,
+        record: bool = False,
     ) -> list[tuple[tuple[int, ...], list[Any], list[Any] | None]]:
         """Score this data-parallel rank's micro-batches; every rank passes the same number of them.
+
+        Experts that come with the micro-batches are replayed (RunFailed unless all of them are); `record` leaves those
+        that routers choose in `routes`.
 
         Returns:
             On the last pipeline stage, for each micro-batch its sequence ids, the log-probs of each sequence (float32
@@ -118,8 +129,21 @@ class Engine:
         self.saver.check()
         if reference and not self.reference:
             raise UserError("engine.reference", "this engine was built without the reference model")
-        chunks = self.reference if reference else self._wrapped
-        return step.score(chunks, micro_batches, self.parallel, temperature=temperature, entropy=entropy)
+        chunks, replay = self.reference if reference else self._wrapped, self._replay(micro_batches, record)
+        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "replay": replay}
+        scores = step.score(chunks, micro_batches, self.parallel, **options)
+        if replay is not None and record:
+            self.routes = replay.recorded(self.parallel)
+        elif replay is not None:
+            replay.coverage(self.parallel)
+        return scores
+
+    def _replay(self, micro_batches: Sequence[MicroBatch], record: bool = False) -> Any:
+        from moe_rl.engine.replay import Replay
+
+        if record or any(m.routes is not None for m in micro_batches):
+            return Replay(self.arch, record)
+        return None
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss_fn: Any, *, temperature: float, lr: float | None = None
@@ -131,7 +155,8 @@ class Engine:
         is clipped to `optimizer.clip_grad` (0: not). `lr` overrides the schedule.
 
         Raises:
-            RunFailed: the loss or the gradient is not finite. The weights in memory are then unusable.
+            RunFailed: the loss or the gradient is not finite; the weights in memory are then unusable. Or experts that
+            came with the micro-batches were not all replayed.
         """
         from moe_rl.engine import build, step
 
@@ -139,11 +164,13 @@ class Engine:
             raise UserError("engine.train", "this engine was built for scoring only (train=False)")
         self.saver.check()
         lr = scheduled_rate(self.config, self.steps) if lr is None else lr
+        replay = self._replay(micro_batches)
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         loss, sums = step.accumulate_gradients(
-            self._wrapped, micro_batches, loss_fn, self.parallel, temperature=temperature
+            self._wrapped, micro_batches, loss_fn, self.parallel, temperature=temperature, replay=replay
         )
+        coverage = None if replay is None else replay.coverage(self.parallel)
         build.set_hyperparameters(self.optimizer, self.config, lr)
         _, grad_norm, _ = self.optimizer.step()
         build.drop_gradients(self.optimizer)
@@ -155,9 +182,27 @@ class Engine:
                 "A weight, a log-prob or a reward overflowed.",
                 "Lower optimizer.lr, or look at the step's samples.",
             )
-        return step.UpdateStats(loss, float(grad_norm), lr, sums)
+        return step.UpdateStats(loss, float(grad_norm), lr, sums, coverage)
 
     # ------------------------------------------------------------------------------------------------------- weights
+    def _round(self) -> None:
+        """Let forward passes, the reference's too, run on weights rounded as `engine.fake_quant` says."""
+        wire = Wire.released(read_config(self.config.model.path))
+        self.rounding = fake_quant.kinds(self.family.weight_table(self.arch), wire, self.config.engine.fake_quant)
+        self._scale = wire.scale
+        for chunks, reference in ((self.chunks, False), (self.reference, True)):
+            if chunks:
+                parts = self.weights(reference=reference)
+                for chunk in chunks:
+                    fake_quant.install(chunk, parts, self.rounding, self._scale)
+
+    def sent(self, names: Iterable[str]) -> dict[str, list[Part]]:
+        """The parts of these tensors as a rollout must have them: the live ones, or copies where `engine.fake_quant` rounds
+        (to encode a copy once more changes no value)."""
+        parts = self.weights()
+        found = {name: parts[name] for name in names if name in parts}
+        return found | fake_quant.rounded_parts(parts, found, self.rounding, self._scale) if self.rounding else found
+
     def weights(self, *, reference: bool = False) -> dict[str, list[Part]]:
         """Released name -> the live blocks of every tensor that this rank has a share of, buffers included."""
         table = self.family.weight_table(self.arch)

@@ -16,6 +16,7 @@ from torch import nn
 
 from moe_rl.engine.batch import MicroBatch
 from moe_rl.engine.parallel import Parallel
+from moe_rl.engine.replay import Replay
 from moe_rl.errors import UserError
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -28,12 +29,14 @@ Scores = list[tuple[tuple[int, ...], list[np.ndarray], "list[np.ndarray] | None"
 @dataclass(frozen=True)
 class UpdateStats:
     """What an optimizer step reports, equal on all ranks. `grad_norm` is taken before clipping; `loss` and `sums` are
-    summed over micro-batches and data-parallel ranks (``max_*``: their maximum)."""
+    summed over micro-batches and data-parallel ranks (``max_*``: their maximum); `coverage` is the share of the given
+    experts that routers took (None: nothing was replayed)."""
 
     loss: float
     grad_norm: float
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
+    coverage: float | None = None
 
 
 def check_counts(micro_batches: Sequence[MicroBatch], parallel: Parallel) -> None:
@@ -65,6 +68,7 @@ def _run(
     temperature: float,
     entropy: bool,
     forward_only: bool,
+    replay: Replay | None = None,
 ) -> list[Any]:
     """Drive megatron's schedule over the micro-batches; what `reduce` stored for each, on the last stage, else []."""
 
@@ -73,9 +77,9 @@ def _run(
 
     def forward_step(data: Iterator[MicroBatch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
         m = next(data)
-        output = model(
-            m.tokens[None], m.packed_sequences(), labels=m.labels[None], temperature=temperature, entropy=entropy
-        )
+        packed = m.packed_sequences()
+        packed.routing = None if replay is None else replay.routing(m, model)
+        output = model(m.tokens[None], packed, labels=m.labels[None], temperature=temperature, entropy=entropy)
         return output, partial(reduce, m)
 
     schedule = get_forward_backward_func(parallel.pp, parallel.vpp if parallel.vpp > 1 else None)
@@ -113,6 +117,7 @@ def score(
     *,
     temperature: float,
     entropy: bool = False,
+    replay: Replay | None = None,
 ) -> Scores:
     """Log-probs of every next token under softmax(logits / temperature), in natural log.
 
@@ -124,8 +129,9 @@ def score(
         entropies = m.unpack(output[1]) if entropy else None
         return m.ids, m.unpack(output[0]), entropies
 
+    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "replay": replay}
     with _evaluating(chunks):
-        return _run(chunks, micro_batches, parallel, keep, temperature=temperature, entropy=entropy, forward_only=True)
+        return _run(chunks, micro_batches, parallel, keep, **options, forward_only=True)
 
 
 def accumulate_gradients(
@@ -135,6 +141,7 @@ def accumulate_gradients(
     parallel: Parallel,
     *,
     temperature: float,
+    replay: Replay | None = None,
 ) -> tuple[float, dict[str, float]]:
     """Add the gradient of the summed loss to the chunks' buffers, reduced over data-parallel ranks.
 
@@ -147,7 +154,8 @@ def accumulate_gradients(
         # The count in the middle makes the schedule take the loss as it is, undivided
         return value, torch.tensor(len(m.tokens), dtype=torch.int32), {"loss": value.detach(), **sums}
 
-    stored = _run(chunks, micro_batches, parallel, loss, temperature=temperature, entropy=True, forward_only=False)
+    options: dict[str, Any] = {"temperature": temperature, "entropy": True, "replay": replay}
+    stored = _run(chunks, micro_batches, parallel, loss, **options, forward_only=False)
     sums = _reduce(stored, parallel)
     return sums.pop("loss"), sums
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ class PackedSequences:
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
         self._ids = np.repeat(np.arange(len(self.lengths)), self.lengths)
         self._positions = np.arange(self.total) - self._starts[self._ids]
+        self.routing: Any = None  # a models.routing.Routing, where routers replay or record
         self.cu_seqlens = self._tensor(self._starts.astype(np.int32))
         self.positions = self._tensor(self._positions)
         self.sequence_ids = self._tensor(self._ids)
@@ -64,7 +66,9 @@ class PackedSequences:
 
     def followed_by(self, length: int) -> PackedSequences:
         """The same sequences and one more of `length` tokens."""
-        return PackedSequences((*self.lengths, length), self.device)
+        longer = PackedSequences((*self.lengths, length), self.device)
+        longer.routing = self.routing
+        return longer
 
     @property
     def total(self) -> int:

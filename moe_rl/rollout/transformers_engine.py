@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +45,7 @@ class TransformersEngine:
         device: str = "cpu",
         threads: int = 1,
         timeout_s: float | None = None,
+        routes: bool = False,
     ) -> None:
         """Build the model that `path`/config.json describes.
 
@@ -52,6 +56,7 @@ class TransformersEngine:
             device: torch device.
             threads: torch's threads in this process.
             timeout_s: seconds that one call of `generate` may take; what is unfinished then is "aborted".
+            routes: completions carry the experts that their tokens took.
         """
         torch.set_num_threads(threads)
         facts = read_facts(path)
@@ -66,6 +71,7 @@ class TransformersEngine:
         self.eos_ids, self._pad_id = special_ids(path, facts.vocab_size)
         # `generate` fills what its configuration leaves open from the model's own, made from config.json
         self._model.generation_config.eos_token_id = list(self.eos_ids) or None
+        self._routes = _Routes(self._model, facts.num_layers, facts.num_experts) if routes else None
 
     @classmethod
     def from_config(cls, config: Config) -> TransformersEngine:
@@ -76,6 +82,7 @@ class TransformersEngine:
             dtype=config.engine.dtype,
             device=resolve_device(config.engine.device),
             timeout_s=_DEADLINE * config.rollout.timeout_s,
+            routes=config.rollout.router_replay == "R3",
         )
 
     @property
@@ -157,10 +164,15 @@ class TransformersEngine:
                 stopping_criteria=StoppingCriteriaList([stop]),
             )
         tokens, logprobs = sampler.result()
-        return [
+        completions = [
             _cut(request, tokens[i], logprobs[i], self.eos_ids, self.weight_version)
             for i, request in enumerate(requests)
         ]
+        if self._routes is None or not len(tokens[0]):
+            return completions
+        chosen = self._routes.take(len(requests))
+        fed = [len(r.prompt) + len(c.tokens) - 1 for r, c in zip(requests, completions, strict=True)]
+        return [replace(c, routed_experts=chosen[i, : fed[i]].copy()) for i, c in enumerate(completions)]
 
 
 def _cut(
@@ -174,6 +186,30 @@ def _cut(
     whole = len(tokens) == request.max_tokens
     reason: Literal["stop", "length", "aborted"] = "stop" if len(ends) else "length" if whole else "aborted"
     return Completion(request.id, tokens.copy(), logprobs.copy(), reason, version)
+
+
+class _Routes:
+    """Keeps what the routers of a transformers model choose, pass by pass."""
+
+    def __init__(self, model: torch.nn.Module, layers: int, experts: int) -> None:
+        self._dtype = np.uint8 if experts <= 256 else np.int16
+        self._steps: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+        for name, module in model.named_modules():
+            if found := re.search(r"layers\.(\d+)\.mlp\.gate$", name):
+                module.register_forward_hook(partial(self._keep, int(found[1])))
+
+    def _keep(self, layer: int, module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        self._steps[layer].append(output[2])  # logits, weights, experts int64 [rows * tokens, k]
+
+    def take(self, rows: int) -> np.ndarray:
+        """uint8 or int16 [rows, tokens fed, layers, k] since the last call; zeros for a layer without a router."""
+        layers = [
+            torch.cat([s.view(rows, -1, s.shape[-1]) for s in steps], 1) if steps else None for steps in self._steps
+        ]
+        self._steps = [[] for _ in self._steps]
+        some = next(chosen for chosen in layers if chosen is not None)
+        whole = torch.stack([torch.zeros_like(some) if chosen is None else chosen for chosen in layers], 2)
+        return whole.cpu().numpy().astype(self._dtype)
 
 
 class _Sampler:

@@ -24,7 +24,7 @@ from moe_rl.observe.progress import Progress
 from moe_rl.rollout.engine import Request, sample_seed
 from moe_rl.trainer.canary import Canary
 from moe_rl.trainer.placement import RolloutGroup, TrainerGroup, WeightSync
-from moe_rl.trainer.samples import Sample, scored, trained
+from moe_rl.trainer.samples import Sample, merged, scored, trained
 from moe_rl.trainer.state import RunState
 
 VALIDATION = 0  # the step that validation's seeds are drawn for: training counts from 1
@@ -120,6 +120,8 @@ class Loop:
         for (record, _), completion in zip(pairs, completions, strict=True):
             samples.append(Sample(record, completion, self.tokenizer.decode(completion.tokens.tolist())))
             samples[-1].valid = not samples[-1].aborted
+            if self.config.rollout.router_replay == "R3":
+                samples[-1].routes = completion.routed_experts
         return samples
 
     def judge(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -148,6 +150,8 @@ class Loop:
             batch, cuts, temperature=temperature, entropy=True
         ).items():
             samples[i].logprobs, samples[i].entropy = logprobs[samples[i].response], entropy[samples[i].response]
+        for i, routes in merged(self.trainer.routes).items():
+            samples[i].routes = routes
         if self.config.algorithm.kl != "none":
             rows = self.trainer.log_probs(batch, cuts, temperature=temperature, reference=True)
             for i, (logprobs, _) in rows.items():
@@ -208,12 +212,14 @@ class Loop:
                 chosen = [samples[i] for i in part]
                 lengths = torch.tensor([len(s.completion.tokens) for s in chosen])
                 weights = sample_weights(lengths, algorithm.aggregation, torch.tensor([s.valid for s in chosen]))
+                self.check_routes(chosen)
                 batch = trained(chosen, weights.tolist())
                 cuts = self.trainer.cuts([s.length for s in chosen])
                 stats.append(self.trainer.update(batch, cuts, temperature=self.config.rollout.temperature))
         self.state.weight_version += 1
         totals = {name: sum(s.sums[name] for s in stats) for name in stats[0].sums}
         tokens = max(totals["tokens"], 1.0)
+        covered = [s.coverage for s in stats if s.coverage is not None]
         return {
             "actor/loss": float(np.mean([s.loss for s in stats])),
             "actor/grad_norm": float(np.mean([s.grad_norm for s in stats])),
@@ -221,7 +227,19 @@ class Loop:
             "actor/clip_frac": totals["clipped"] / tokens,
             "actor/lr": stats[-1].lr,
             "kl/old": totals["kl_old"] / tokens,
+            **({"replay/coverage": min(covered)} if covered else {}),
         }
+
+    def check_routes(self, samples: Sequence[Sample]) -> None:
+        """Under router replay each sample that teaches must come with the experts that its tokens took."""
+        lacking = [s for s in samples if s.valid and s.routes is None]
+        if lacking and self.config.rollout.router_replay != "none":
+            raise RunFailed(
+                "replay.missing",
+                f"{len(lacking)} of {len(samples)} samples came without the experts that their tokens took",
+                "The rollout engine did not return them.",
+                "rollout.router_replay=R2 records them in the trainer, none trains without.",
+            )
 
     def validate(self, step: int) -> dict[str, float]:
         """Accuracy on held-out prompts, of the weights that sample this step; {} where none is due."""

@@ -189,6 +189,7 @@ class TrainerGroup:
             cluster.start(TrainerWorker, name, rank)
         self.timeout_s = config.engine.distributed_timeout_s + 60.0
         self.seconds: dict[str, float] = {}
+        self.routes: list[dict[int, Any]] = []
         self.options = options
 
     def start(self) -> None:
@@ -210,8 +211,8 @@ class TrainerGroup:
     def _one(self, method: str, doing: str) -> Any:
         return self.cluster.call(self.names[:1], method, lambda _: (), START_S, doing)[self.names[0]]
 
-    def _time(self, results: Mapping[str, tuple[Any, float]]) -> None:
-        self.seconds = {name: seconds for name, (_, seconds) in results.items()}
+    def _time(self, results: Mapping[str, tuple[Any, ...]]) -> None:
+        self.seconds = {name: result[1] for name, result in results.items()}
 
     def cuts(self, lengths: Sequence[int]) -> list[Any]:
         """Micro-batches of sequences of these lengths, for :meth:`log_probs` and :meth:`update`."""
@@ -229,7 +230,8 @@ class TrainerGroup:
     ) -> dict[int, tuple[Any, Any]]:
         """Log-probs float32 [L-1] and entropies (or None) of each sequence by its index.
 
-        `cuts[d]` lists the micro-batches of data-parallel rank d (:func:`moe_rl.grpo.batching.micro_batches`).
+        `cuts[d]` lists the micro-batches of data-parallel rank d (:func:`moe_rl.grpo.batching.micro_batches`). Under
+        `rollout.router_replay=R2` the experts that the policy chose are left in `routes`, by index, for each rank.
         """
         shared = ray.put(batch)
         results = self._all(
@@ -238,7 +240,8 @@ class TrainerGroup:
             "computing log-probs",
         )
         self._time(results)
-        return {i: row for rows, _ in results.values() for i, row in rows.items()}
+        self.routes = [routes for _, _, routes in results.values()]
+        return {i: row for rows, _, _ in results.values() for i, row in rows.items()}
 
     def update(
         self, batch: Sequences, cuts: Sequence[Any], *, temperature: float, supervised: bool = False

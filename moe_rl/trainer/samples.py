@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ class Sample:
     """One completion of one prompt and all that the step learns about it.
 
     `logprobs`, `entropy` and `reference` are the trainer's, float32 [R], one number per response token, `correction` the
-    importance weights of their loss. `valid` is False for a sample that must not teach: aborted, or without a reward.
+    importance weights of their loss. `routes` are the experts to replay, integers [L-1, layers, k]. `valid` is False for a sample that must not teach: aborted, or without a reward.
     """
 
     record: Record
@@ -33,6 +33,7 @@ class Sample:
     entropy: np.ndarray | None = None
     reference: np.ndarray | None = None
     correction: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -61,8 +62,12 @@ class Sample:
 
 
 def scored(samples: Sequence[Sample]) -> Sequences:
-    """The samples' tokens alone, to be scored."""
-    return Sequences([s.tokens for s in samples], {})
+    """The samples' tokens, to be scored."""
+    return Sequences([s.tokens for s in samples], {}, _routes(samples))
+
+
+def _routes(samples: Sequence[Sample]) -> list[np.ndarray | None] | None:
+    return [s.routes for s in samples] if any(s.routes is not None for s in samples) else None
 
 
 def trained(samples: Sequence[Sample], weights: Sequence[float]) -> Sequences:
@@ -76,4 +81,13 @@ def trained(samples: Sequence[Sample], weights: Sequence[float]) -> Sequences:
         "reference_logprob": lambda s, w: s.reference if s.reference is not None else 0.0,
     }
     rows = {n: [s.spread(value(s, w)) for s, w in zip(samples, weights, strict=True)] for n, value in fields.items()}
-    return Sequences([s.tokens for s in samples], rows)
+    return Sequences([s.tokens for s in samples], rows, _routes(samples))
+
+
+def merged(ranks: Sequence[Mapping[int, np.ndarray]]) -> dict[int, np.ndarray]:
+    """The choices of all layers, from those that each rank recorded."""
+    found: dict[int, np.ndarray] = {}
+    for routes in ranks:
+        for i, route in routes.items():
+            found[i] = np.maximum(found[i], route) if i in found else route
+    return found

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Sequences:
     """Sequences as the trainer sees them. `tokens[i]` int32 [L]; each field holds one float32 [L-1] per sequence,
-    number j speaking of token j + 1."""
+    number j speaking of token j + 1. `routes[i]`, where there are some: the experts to replay, integers [L-1, layers,
+    k], -1 where the router is free, or None."""
 
     tokens: list[np.ndarray]
     fields: dict[str, list[np.ndarray]]
+    routes: list[np.ndarray | None] | None = None
 
 
 class OptimizerStep(NamedTuple):
@@ -34,6 +36,7 @@ class OptimizerStep(NamedTuple):
     grad_norm: float
     lr: float
     sums: dict[str, float]
+    coverage: float | None
 
 
 def write_output_to(log: str) -> None:
@@ -107,6 +110,7 @@ class TrainerWorker(Worker):
 
     def _pack(self, batch: Sequences, cuts: Sequence[Any]) -> list[Any]:
         from moe_rl.engine.batch import MicroBatch
+        from moe_rl.engine.replay import packed_routes
 
         packed = []
         for cut in cuts:
@@ -114,20 +118,31 @@ class TrainerWorker(Worker):
             if cut.filler:  # keeps the ranks in step and must not be felt
                 fields = [{name: np.zeros_like(value) for name, value in each.items()} for each in fields]
             packed.append(MicroBatch.pack([batch.tokens[i] for i in cut.indices], fields, list(cut.indices)))
+            if batch.routes is not None:
+                routes = packed_routes([batch.routes[i] for i in cut.indices], packed[-1].lengths, self.engine.arch)
+                packed[-1] = replace(packed[-1], routes=routes)
         return packed
 
     def score(
         self, batch: Sequences, cuts: Sequence[Any], temperature: float, entropy: bool, reference: bool
-    ) -> tuple[dict[int, tuple[np.ndarray, np.ndarray | None]], float]:
-        """Log-probs (and entropies) float32 [L-1] of this rank's sequences by index, on the last stage; seconds."""
+    ) -> tuple[dict[int, tuple[np.ndarray, np.ndarray | None]], float, dict[int, np.ndarray]]:
+        """Log-probs (and entropies) float32 [L-1] of this rank's sequences by index, on the last stage; seconds; under R2
+        the experts that the policy chose in this rank's layers."""
         start = time.perf_counter()
         rows: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        packed = self._pack(Sequences(batch.tokens, {}), cuts)
-        scores = self.engine.log_probs(packed, temperature=temperature, entropy=entropy, reference=reference)
+        record = self.config.rollout.router_replay == "R2" and not reference
+        packed = self._pack(Sequences(batch.tokens, {}, None if reference else batch.routes), cuts)
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "entropy": entropy,
+            "reference": reference,
+            "record": record,
+        }
+        scores = self.engine.log_probs(packed, **options)
         for ids, logprobs, entropies in scores:
             for k, i in enumerate(ids):
                 rows[i] = (logprobs[k], entropies[k] if entropies is not None else None)
-        return rows, time.perf_counter() - start
+        return rows, time.perf_counter() - start, self.engine.routes if record else {}
 
     def update(
         self, batch: Sequences, cuts: Sequence[Any], temperature: float, supervised: bool
@@ -138,7 +153,9 @@ class TrainerWorker(Worker):
         start = time.perf_counter()
         loss = supervised_loss if supervised else grpo_loss(self.config.algorithm)
         stats = self.engine.update(self._pack(batch, cuts), loss, temperature=temperature)
-        return OptimizerStep(stats.loss, stats.grad_norm, stats.lr, stats.sums), time.perf_counter() - start
+        return OptimizerStep(
+            stats.loss, stats.grad_norm, stats.lr, stats.sums, stats.coverage
+        ), time.perf_counter() - start
 
     def owned(self) -> list[Any]:
         """What this rank can send: name, shape, dtype and block of each tensor and buffer (:class:`Owned`)."""
@@ -157,7 +174,7 @@ class TrainerWorker(Worker):
         from moe_rl.reshard.transport import pack
 
         source = self.engine.parallel.rank
-        return list(pack(self.engine.weights(), boxes, dtypes, version=version, source=source))
+        return list(pack(self.engine.sent([box.name for box in boxes]), boxes, dtypes, version=version, source=source))
 
     def load_released(self, path: str) -> None:
         self.engine.load_released(path)

@@ -20,6 +20,7 @@ from moe_rl.models.deepseek_v4.layers import RMSNorm
 from moe_rl.models.deepseek_v4.moe import build_moe
 from moe_rl.models.logprobs import label_logprobs
 from moe_rl.models.packed import PackedSequences
+from moe_rl.models.routing import routed
 
 
 @dataclass
@@ -51,7 +52,8 @@ class DecoderLayer(MegatronModule):
         x, post, comb = self.attn_hc(streams)
         streams = self.attn_hc.rejoin(streams, self.self_attn(self.input_layernorm(x), packed), post, comb)
         x, post, comb = self.ffn_hc(streams)
-        out = self.mlp(self.post_attention_layernorm(x).unsqueeze(1), token_ids).squeeze(1)
+        with routed(self.mlp.router, self.layer_number - 1, packed, token_ids):
+            out = self.mlp(self.post_attention_layernorm(x).unsqueeze(1), token_ids).squeeze(1)
         return self.ffn_hc.rejoin(streams, out, post, comb)
 
 

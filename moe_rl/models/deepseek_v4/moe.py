@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,20 +17,23 @@ from torch.nn import functional as F
 
 from moe_rl.models.chunk import build_device
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
+from moe_rl.models.routing import choose
 
 
-def route(logits: torch.Tensor, scale: float, top_k: int, bias=None, chosen=None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, scale: float, chosen: torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert weights from router logits float32 [T, E].
 
-    score = sqrt(softplus(logit)); the experts are `chosen` int64 [T, k] or the k best of score + `bias` [E] (the bias
-    only chooses); weight = scale * score / (sum of the chosen scores + 1e-20).
+    score = sqrt(softplus(logit)); the experts are `chosen` int64 [T, k], or what it makes of the scores [T, E]; weight =
+    scale * score / (sum of the chosen scores + 1e-20).
 
     Returns:
         probs float32 [T, E] (0 where not chosen) and the bool map [T, E] of the choice.
     """
     scores = F.softplus(logits).sqrt()
-    if chosen is None:
-        chosen = (scores.detach() + bias).topk(top_k, dim=-1, sorted=False).indices
+    if not isinstance(chosen, torch.Tensor):
+        chosen = chosen(scores.detach())
     weights = scores.gather(1, chosen)
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale
     probs = torch.zeros_like(scores).scatter(1, chosen, weights)
@@ -59,8 +63,9 @@ class Router(TopKRouter):
         # Not megatron-core's router_gating_linear: where Transformer Engine is installed it runs on GPUs alone.
         logits = F.linear(hidden.float(), self.weight.float()).view(-1, arch.num_experts)
         if self.is_hash:
-            return route(logits, arch.routed_scaling_factor, arch.top_k, chosen=self.tid2eid[token_ids])
-        return route(logits, arch.routed_scaling_factor, arch.top_k, bias=self.expert_bias)
+            return route(logits, arch.routed_scaling_factor, self.tid2eid[token_ids])
+        # The bias only chooses
+        return route(logits, arch.routed_scaling_factor, lambda s: choose(self, s + self.expert_bias, arch.top_k))
 
 
 class MixtureOfExperts(MoELayer):

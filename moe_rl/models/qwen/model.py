@@ -26,6 +26,7 @@ from moe_rl.models.chunk import GlobalLayers, ModelChunk, build_device
 from moe_rl.models.logprobs import label_logprobs
 from moe_rl.models.packed import PackedSequences
 from moe_rl.models.qwen.arch import QwenArch
+from moe_rl.models.routing import choose, routed
 
 
 @dataclass
@@ -91,7 +92,8 @@ class Router(TopKRouter):
         """hidden [T, 1, h] -> probs float32 [T, E] (0 where not chosen), map bool [T, E]."""
         # Not megatron-core's router_gating_linear: where Transformer Engine is installed it runs on GPUs alone.
         probs = F.linear(hidden.flatten(0, 1).float(), self.weight.float()).softmax(-1)
-        weights, chosen = probs.topk(self.config.arch.top_k, dim=-1)
+        chosen = choose(self, probs.detach(), self.config.arch.top_k)
+        weights = probs.gather(1, chosen)
         if self.config.arch.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         return (
@@ -196,6 +198,8 @@ class QwenModel(ModelChunk):
         fill = -total % self.tp_group.size()
         if fill:
             packed, tokens = packed.followed_by(fill), F.pad(tokens, (0, fill))
+        if packed.routing is not None and self.config.sequence_parallel:
+            packed.routing.share(packed.total, self.tp_group.rank(), self.tp_group.size())
         if self.pre_process:
             hidden = self.embedding(tokens, None)
         else:
@@ -230,4 +234,5 @@ class QwenModel(ModelChunk):
 
 def _run(layer: TransformerLayer, packed: PackedSequences, angles: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     # What megatron-core calls the mask reaches the core attention as it is; its own packing would loop over rotary tables.
-    return layer(hidden, attention_mask=packed, rotary_pos_emb=angles)[0]
+    with routed(getattr(layer.mlp, "router", None), layer.layer_number - 1, packed):
+        return layer(hidden, attention_mask=packed, rotary_pos_emb=angles)[0]
