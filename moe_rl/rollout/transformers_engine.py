@@ -148,6 +148,8 @@ class TransformersEngine:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         sampler, stop = _Sampler(requests), _Stop(requests, deadline)
+        if self._routes is not None:
+            self._routes.clear()  # of passes that generated nothing
         if not stop.late():
             prompts = torch.tensor([r.prompt for r in requests], device=self._device)
             self._model.generate(
@@ -193,20 +195,25 @@ class _Routes:
 
     def __init__(self, model: torch.nn.Module, layers: int, experts: int) -> None:
         self._dtype = np.uint8 if experts <= 256 else np.int16
-        self._steps: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+        self._layers = layers
+        self.clear()
         for name, module in model.named_modules():
             if found := re.search(r"layers\.(\d+)\.mlp\.gate$", name):
                 module.register_forward_hook(partial(self._keep, int(found[1])))
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        self._steps: list[list[torch.Tensor]] = [[] for _ in range(self._layers)]
 
     def _keep(self, layer: int, module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
         self._steps[layer].append(output[2])  # logits, weights, experts int64 [rows * tokens, k]
 
     def take(self, rows: int) -> np.ndarray:
-        """uint8 or int16 [rows, tokens fed, layers, k] since the last call; zeros for a layer without a router."""
+        """uint8 or int16 [rows, tokens fed, layers, k] since `clear`; zeros for a layer without a router."""
         layers = [
             torch.cat([s.view(rows, -1, s.shape[-1]) for s in steps], 1) if steps else None for steps in self._steps
         ]
-        self._steps = [[] for _ in self._steps]
+        self.clear()
         some = next(chosen for chosen in layers if chosen is not None)
         whole = torch.stack([torch.zeros_like(some) if chosen is None else chosen for chosen in layers], 2)
         return whole.cpu().numpy().astype(self._dtype)

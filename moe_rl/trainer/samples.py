@@ -18,7 +18,8 @@ class Sample:
     """One completion of one prompt and all that the step learns about it.
 
     `logprobs`, `entropy` and `reference` are the trainer's, float32 [R], one number per response token, `correction` the
-    importance weights of their loss. `routes` are the experts to replay, integers [L-1, layers, k]. `valid` is False for a sample that must not teach: aborted, or without a reward.
+    importance weights of their loss. `routes` are the experts to replay, integers [L-1, layers, k].
+    `valid` is False for a sample that must not teach: aborted, or without a reward.
     """
 
     record: Record
