@@ -159,6 +159,7 @@ class VllmEngine:
             timeout_s=_DEADLINE * rollout.timeout_s,
             hang_s=rollout.hang_s,
             max_restarts=rollout.max_restarts,
+            routed_experts=rollout.router_replay == "R3",
             options=options,
         )
 
