@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Rows = Sequence[dict[str, Any]]
-TIMES = ("rollout", "reward", "log_prob", "update", "sync", "validation", "checkpoint")
+TIMES = ("rollout", "reward", "log_prob", "update", "sync", "canary", "validation", "checkpoint")
 MOST_BARS = 200  # bars are one object each; beyond this an area is as clear
 
 
@@ -33,7 +33,12 @@ PANELS = (
     Panel("entropy", "Entropy", "nats per token", ("actor/entropy",)),
     Panel("clip", "Tokens the loss clips", "share of tokens", ("actor/clip_frac",)),
     Panel("kl", "KL", "nats per token", ("kl/reference", "kl/old")),
-    Panel("pearson", "Rollout against trainer: correlation", "Pearson of probabilities", ("mismatch/pearson_prob",)),
+    Panel(
+        "pearson",
+        "Rollout against trainer: correlation",
+        "Pearson of probabilities",
+        ("mismatch/pearson_prob", "sync/canary_pearson_prob"),
+    ),
     Panel(
         "mismatch", "Rollout against trainer: distance", "nats", ("mismatch/k3_kl", "mismatch/logprob_abs_max"), True
     ),

@@ -39,9 +39,15 @@ class Canary:
     def __init__(self, config: Config, records: Sequence[Record], trainer: Any, rollout: Any) -> None:
         """`trainer` and `rollout` are the groups of :mod:`moe_rl.trainer.placement`."""
         self.config, self.trainer, self.rollout = config, trainer, rollout
-        longest = config.data.max_prompt + config.rollout.max_response
+        longest = (
+            config.data.max_prompt + config.rollout.max_response - 1
+        )  # vLLM samples one token behind what it scores
         length = max(2, min(LENGTH, longest, config.engine.max_tokens_per_micro_batch))
-        self.sequences = canary_sequences(records, config.trainer.canary_sequences, length)
+        count = config.trainer.canary_sequences
+        count = (
+            max(count, config.rollout.dp) if count else 0
+        )  # each data-parallel rank of a replica scores one at least
+        self.sequences = canary_sequences(records, count, length)
 
     def log_probs(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """float32 [tokens] of the trainer, and of each replica by name: natural log at temperature 1, first tokens omitted."""
