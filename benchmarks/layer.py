@@ -115,7 +115,7 @@ def parts(bench: Bench, block, x, ids, packed) -> dict[str, float]:
     with torch.no_grad():
         _, post, comb = block.attn_hc(x)
     mixes, experts = [post.requires_grad_(), comb.requires_grad_()], block.mlp.experts
-    found = {}
+    found, built = {}, (block.attn_hc.fused, block.self_attn.backend, experts.__class__)
     for backend in ("triton", "plain") if bench.gpu else ("plain",):
         block.attn_hc.fused, block.self_attn.backend = backend == "triton", backend
         experts.__class__ = FusedExperts if backend == "triton" else SequentialMLP
@@ -125,6 +125,7 @@ def parts(bench: Bench, block, x, ids, packed) -> dict[str, float]:
             f"{backend} attention": run(lambda t: block.self_attn(t, packed), narrow),
             f"{backend} experts": run(lambda t: block.mlp(t.unsqueeze(1), ids), narrow),
         }
+    block.attn_hc.fused, block.self_attn.backend, experts.__class__ = built
     return found | {"norm": run(block.input_layernorm, narrow)}
 
 
@@ -163,7 +164,7 @@ def logprobs(bench: Bench, tokens: int, vocabulary: int, width: int, chunk: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--budget-s", type=float, default=240.0, help="no case starts after this many seconds")
+    parser.add_argument("--budget-s", type=float, default=300.0, help="no case starts after this many seconds")
     parser.add_argument("--only", default="", help="cases whose names hold one of these words, divided by commas")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "layer.json")
     args = parser.parse_args()

@@ -13,12 +13,10 @@ from torch.nn import functional as F
 from tests.attention_cases import check
 
 
-def plain(x, probs, counts, limit: float, *weights) -> torch.Tensor:
+def plain(x, probs, counts, limit: float, first, second) -> torch.Tensor:
     """As megatron-core's `SequentialMLP` does it."""
     outs = []
-    for a, p, w1, w2 in zip(
-        x.split(counts), probs.split(counts), weights[: len(counts)], weights[len(counts) :], strict=True
-    ):
+    for a, p, w1, w2 in zip(x.split(counts), probs.split(counts), first, second, strict=True):
         gate, up = (a @ w1.t()).chunk(2, -1)
         active = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         outs.append((active * p[:, None]).to(a.dtype) @ w2.t())
@@ -29,7 +27,7 @@ def errors(
     counts: Sequence[int], hidden: int, width: int, dtype=torch.float32, device: str = "cpu"
 ) -> dict[str, tuple[float, float]]:
     """Of output and gradients: plain's and fused's distance from float64, as shares; many values meet the clamp."""
-    from moe_rl.models.deepseek_v4.fused_experts import ExpertRows
+    from moe_rl.models.deepseek_v4.fused_experts import run
 
     generator, counts, limit = torch.Generator(device).manual_seed(1), list(counts), 1.0
 
@@ -43,11 +41,11 @@ def errors(
 
     def results(of, exact: bool) -> list[torch.Tensor]:
         leaves = [(t.double() if exact else t.detach()).requires_grad_() for t in inputs]
-        out = of(*leaves[:2], counts, limit, *leaves[2:])
+        out = of(*leaves[:2], counts, limit, leaves[2 : 2 + len(counts)], leaves[2 + len(counts) :])
         found = torch.autograd.grad(out, leaves, grad.to(out.dtype))
         return [out.detach(), *found[:2], *(torch.stack(found[i : i + len(counts)]) for i in (2, 2 + len(counts)))]
 
-    wanted, slow, fast = results(plain, True), results(plain, False), results(ExpertRows.apply, False)
+    wanted, slow, fast = results(plain, True), results(plain, False), results(run, False)
     return {
         name: tuple(float((t.double() - w).norm() / w.norm()) for t in pair)  # type: ignore[misc]
         for name, w, *pair in zip(("out", "x", "probs", "fc1", "fc2"), wanted, slow, fast, strict=True)

@@ -118,7 +118,7 @@ class EngineConfig:
         4096, "Token budget of one micro-batch; must hold the longest sequence.", unit="tokens", low=1
     )
     attention_backend: str = key(
-        "plain",
+        "auto",
         "DeepSeek-V4's attention, hyper-connections and experts: `triton` kernels (a GPU and bf16), `plain` PyTorch, or"
         " `auto`, which is triton where it runs; the trainer's log says which.",
         choices=("auto", "plain", "triton"),

@@ -121,15 +121,17 @@ def label_logprobs(
     entropy: bool,
     first: int = 0,
     group=None,
-    fused: bool = False,
+    fused: bool | None = None,
 ) -> torch.Tensor:
     """Natural-log probabilities of `labels` [T] under softmax(hidden @ weight^T / temperature).
 
     With `group` the vocabulary is split over its ranks, this one has rows `first` and on; see `LabelLogProbs`.
-    `fused` reads each chunk of logits by the kernels of `fused_logprobs`.
+    `fused` reads each chunk of logits once, by the kernels of `fused_logprobs`; by default on a GPU in bf16.
 
     Returns:
         float32 [1, T]; with `entropy` float32 [2, T], row 1 the entropy in nats of the same distribution, detached.
     """
+    if fused is None:
+        fused = hidden.is_cuda and hidden.dtype == torch.bfloat16
     logp, h = LabelLogProbs.apply(hidden, weight, labels, temperature, chunk, entropy, first, group, fused)
     return torch.stack((logp, h)) if entropy else logp[None]

@@ -110,12 +110,12 @@ def _staged(x, scratch, at, here):
 def _forward(
     q, kv, sinks, cos, sin, positions, first, chosen, out, lse, tokens, heads, scale, eps,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, ROPE: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, heads, D]; kv [T + N, D]; lse float32 [T, heads], in powers of 2; ROPE pairs are turned."""
     HALF: tl.constexpr = D // 2
-    token = tl.program_id(1)
-    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0) // BLOCKS
+    head = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
     here = head < heads
     column = tl.arange(0, HALF)
     at = (token.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
@@ -187,14 +187,14 @@ def _backward(
     q, kv, sinks, cos, sin, positions, first, chosen, out, lse, grad, grad_q, grad_kv, grad_sinks, scratch,
     tokens, heads, scale, eps,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, ROPE: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """As `_forward`; grad, grad_q [T, heads, D]; grad_kv float32 [T + N, D] of zeros; grad_sinks float32 [T, heads];
     scratch [T, heads, D / PARTS], dtype of q. Channels go in PARTS parts, of which the last is rotated."""
     PART: tl.constexpr = D // PARTS
     LAST: tl.constexpr = PARTS - 1
-    token = tl.program_id(1)
-    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0) // BLOCKS
+    head = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
     here = head < heads
     mask = here[:, None]
     column = tl.arange(0, PART)
@@ -250,7 +250,7 @@ def _backward(
         tl.store(grad_q + at + i * PART, gx.to(grad_q.dtype.element_ty), mask=mask)
 
 
-def _shape(q: torch.Tensor, cos: torch.Tensor, seen: Visible) -> tuple[tuple[int, int], dict[str, int]]:
+def _shape(q: torch.Tensor, cos: torch.Tensor, seen: Visible) -> tuple[tuple[int], dict[str, int]]:
     """The grid, and the sizes that both kernels are compiled for."""
     tokens, heads, width = q.shape
     rows = max(16, min(64, triton.next_power_of_2(heads)))
@@ -260,9 +260,10 @@ def _shape(q: torch.Tensor, cos: torch.Tensor, seen: Visible) -> tuple[tuple[int
         "TOP_K": 0 if seen.chosen is None else seen.chosen.shape[1],
         "ROPE": cos.shape[1],
         "D": width,
+        "BLOCKS": triton.cdiv(heads, rows),
         "ROWS": rows,
     }
-    return (triton.cdiv(heads, rows), tokens), sizes
+    return (tokens * sizes["BLOCKS"],), sizes
 
 
 class FusedAttention(torch.autograd.Function):

@@ -53,14 +53,29 @@ def _swiglu_backward(hidden, probs, grad, grad_hidden, grad_probs, out, width, l
     tl.store(grad_probs + row, tl.sum(total, 0))
 
 
-class ExpertRows(torch.autograd.Function):
-    """x [R, h] in order of experts, probs float32 [R], rows of each expert, clamp, then every fc1 [2 m, h] and fc2 [h, m]."""
+class WeightGradient(torch.autograd.Function):
+    """An empty tensor that stands for expert `e` in `ExpertRows`, whose backward leaves in `left` what this one multiplies.
+
+    One expert's gradients are made, and added up, before the next one's: all at once they would be as large as the weights.
+    """
 
     @staticmethod
-    def forward(ctx, x, probs, counts: list[int], limit: float, *weights):
-        x, probs, experts = x.contiguous(), probs.contiguous(), len(counts)
-        first, second = weights[:experts], weights[experts:]
-        rows, width = len(x), second[0].shape[1]
+    def forward(ctx, first, second, e: int, left: dict):
+        ctx.e, ctx.left = e, left
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        x, grad_hidden, active, grad = ctx.left.pop(ctx.e)
+        return grad_hidden.t() @ x, grad.t() @ active, None, None
+
+
+class ExpertRows(torch.autograd.Function):
+    """x [R, h] in order of experts, probs float32 [R], rows of each, clamp, every fc1 [2 m, h], then fc2 [h, m]; see `run`."""
+
+    @staticmethod
+    def forward(ctx, x, probs, counts: list[int], limit: float, first, second, left: dict, *stand_ins):
+        x, probs, rows, width = x.contiguous(), probs.contiguous(), len(x), second[0].shape[1]
         hidden, out = x.new_empty(rows, 2 * width), torch.empty_like(x)
         active = x.new_empty(rows, width)
         for a, w, b in zip(x.split(counts), first, hidden.split(counts), strict=True):
@@ -71,16 +86,14 @@ class ExpertRows(torch.autograd.Function):
                 _swiglu[grid](hidden, probs, active, width, limit, COLUMNS=COLUMNS)
         for a, w, b in zip(active.split(counts), second, out.split(counts), strict=True):
             torch.mm(a, w.t(), out=b)
-        ctx.save_for_backward(x, probs, hidden, *weights)
-        ctx.counts, ctx.limit = counts, limit
+        ctx.save_for_backward(x, probs, hidden)
+        ctx.weights, ctx.counts, ctx.limit, ctx.left = (first, second), counts, limit, left
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        x, probs, hidden, *weights = ctx.saved_tensors
-        grad, counts, experts = grad.contiguous(), ctx.counts, len(ctx.counts)
-        first, second = weights[:experts], weights[experts:]
-        rows, width = len(x), second[0].shape[1]
+        (x, probs, hidden), (first, second), counts = ctx.saved_tensors, ctx.weights, ctx.counts
+        grad, rows, width = grad.contiguous(), len(x), second[0].shape[1]
         grad_active, active = x.new_empty(rows, width), x.new_empty(rows, width)
         grad_hidden, grad_probs, grad_x = torch.empty_like(hidden), torch.empty_like(probs), torch.empty_like(x)
         for g, w, b in zip(grad.split(counts), second, grad_active.split(counts), strict=True):
@@ -90,12 +103,23 @@ class ExpertRows(torch.autograd.Function):
                 _swiglu_backward[(rows,)](
                     hidden, probs, grad_active, grad_hidden, grad_probs, active, width, ctx.limit, COLUMNS=COLUMNS
                 )
-        grad_second = [g.t() @ a for g, a in zip(grad.split(counts), active.split(counts), strict=True)]
-        del active, grad_active
+        del grad_active
         for g, w, b in zip(grad_hidden.split(counts), first, grad_x.split(counts), strict=True):
             torch.mm(g, w, out=b)
-        grad_first = [g.t() @ a for g, a in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
-        return grad_x, grad_probs, None, None, *grad_first, *grad_second
+        if any(ctx.needs_input_grad[7:]):
+            ctx.left.update(enumerate(zip(*(t.split(counts) for t in (x, grad_hidden, active, grad)), strict=True)))
+        return grad_x, grad_probs, None, None, None, None, None, *(x.new_empty(0) for _ in counts)
+
+
+def run(x, probs, counts: list[int], limit: float, first, second) -> torch.Tensor:
+    """x [R, h] in order of experts, probs float32 [R], rows of each expert, clamp, fc1 [2 m, h] and fc2 [h, m] of each.
+
+    Returns:
+        [R, h]: fc2 of silu(min(gate, limit)) * clamp(up, +-limit) * prob, with gate and up the halves of fc1 of x.
+    """
+    left: dict = {}
+    stand_ins = [WeightGradient.apply(*pair, e, left) for e, pair in enumerate(zip(first, second, strict=True))]
+    return ExpertRows.apply(x, probs, counts, limit, first, second, left, *stand_ins)
 
 
 class FusedExperts(SequentialMLP):
@@ -103,7 +127,6 @@ class FusedExperts(SequentialMLP):
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
         """x [R, h] in order of experts, int [E], float32 [R] -> [R, h], None."""
-        weights = [e.linear_fc1.weight for e in self.local_experts] + [e.linear_fc2.weight for e in self.local_experts]
+        first, second = ([getattr(e, n).weight for e in self.local_experts] for n in ("linear_fc1", "linear_fc2"))
         counts, limit = tokens_per_expert.tolist(), self.config.activation_func_clamp_value
-        out = ExpertRows.apply(permuted_local_hidden_states, permuted_probs.float(), counts, limit, *weights)
-        return out, None
+        return run(permuted_local_hidden_states, permuted_probs.float(), counts, limit, first, second), None
