@@ -120,7 +120,8 @@ def load(
 
     Host memory beside the live tensors: the largest stored tensor twice, as torch reads it; for states in the format
     `reshardable` `optimizer_state.LOAD_BYTES` more, or one parameter's; and an offloading optimizer makes the masters that
-    it updates a second time, 4 bytes an element. GPU memory: none.
+    it updates a second time, 4 bytes an element. Moments are made anew before the old ones go, on the device that has them:
+    8 bytes an element, of an offloading or precision-aware optimizer in the format `same_layout` up to 24.
 
     Raises:
         UserError: no checkpoint there, contents that it lacks, another model's, or an optimizer of another layout in the

@@ -6,7 +6,7 @@ Transformer Engine's FusedAdam; benchmarks/optimizers.py holds them against what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moe_rl.config import Config
@@ -76,22 +76,26 @@ def optimizer_memory(shards: Sequence[Shard], mode: OptimizerMode) -> OptimizerM
     return OptimizerMemory(gpu, {"fp32 gradients": copies if mode.grad_bytes == 2 else 0}, _host(offloaded, mode))
 
 
-def _host(offloaded: Iterable[Shard], mode: OptimizerMode) -> dict[str, int]:
+def _host(offloaded: Sequence[Shard], mode: OptimizerMode) -> dict[str, int]:
     """Host bytes of offloaded shards. A precision-aware master is a copy made by `float()`, in ordinary memory; other
     masters are pinned, tensor by tensor, and PyTorch rounds a pinned block up to a power of two. Gradients pass through
-    two pinned buffers of the largest's size (the patch `hybrid_staging`)."""
-    host = {"masters": 0, "moments": 0, "pinned rounding": 0, "gradient staging": 0}
+    two pinned buffers of the largest's size (the patch `hybrid_staging`). megatron-core first pins each bf16 weight in bf16,
+    one after the other: PyTorch keeps a freed block, one of each size, until a tensor of that size asks for it."""
+    host = {"masters": 0, "moments": 0, "pinned rounding": 0, "gradient staging": 0, "pinned left over": 0}
     sizes = []
+    block = power_of_two if mode.pinned_rounding else int
+    left = {block(2 * shard.numel) for shard in offloaded if not shard.fp32}
     for shard in offloaded:
         size = 4 * shard.owned
         host["masters"] += size
         host["moments"] += 2 * size
         sizes.append(size)
-        if mode.pinned_rounding and (shard.fp32 or not mode.precision_aware):
-            host["pinned rounding"] += power_of_two(size) - size
+        if shard.fp32 or not mode.precision_aware:
+            host["pinned rounding"] += block(size) - size
+            left.discard(block(size))
     if sizes:
-        most = power_of_two(max(sizes)) if mode.pinned_rounding else max(sizes)
-        host["gradient staging"] = STAGED * most
+        host["gradient staging"] = STAGED * block(max(sizes))
+    host["pinned left over"] = sum(left)
     return host
 
 
