@@ -1,11 +1,15 @@
 """The planner's memory against what one training process takes, phase by phase: optimizer modes, lengths, recompute.
 
     python3 benchmarks/planner_memory.py --device cuda --size full --budget-s 240 --out OUT/planner_memory.json
+    python3 benchmarks/planner_memory.py --runs --out benchmarks/results/planner_memory_cpu.json
 
 Each case is a process of its own: it builds an engine of a V4-style model (weights drawn from a seed), scores, updates,
 saves and resumes, and notes for each phase the most that torch had allocated on the GPU and the most that the process had
 resident on the host. Beside that stands what `moe-rl plan` says of the same configuration: no number of a case enters the
 formula that it is held against. The result is written after every case.
+
+With --runs the cases are whole runs of dsv4-tiny on a CPU, `moe-rl train` with its rollout process beside the trainer's ranks,
+and what is held against the plan is what the run itself wrote into plan.json.
 """
 
 from __future__ import annotations
@@ -62,6 +66,14 @@ CASES = {
         2048, 1, 2, **{"optimizer.grad_dtype": "bf16", "algorithm.kl": "k3", "engine.logprob_chunk": 512}
     ),
 }
+RUNS = {
+    "dsv4-tiny": [],
+    "dsv4-tiny one rank, kept activations": ["layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=1", "engine.recompute=off"],
+    "dsv4-tiny longer responses": ["rollout.max_response=96", "engine.max_tokens_per_micro_batch=2048"],
+    "dsv4-tiny offloaded, two ranks": [
+        "optimizer.offload_fraction=1", "layout.pp=1", "cluster.gpus_per_node=2", "rollout.replicas=2"],
+    "dsv4-tiny with a reference": ["algorithm.kl=k3", "layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=2"],
+}  # fmt: skip
 PHASES = ("log_prob", "update", "save", "resume")
 
 
@@ -201,6 +213,27 @@ def run_all(a: argparse.Namespace) -> None:
     print(table(result))
 
 
+def run_runs(a: argparse.Namespace) -> None:
+    """Whole runs, one after the other."""
+    result = {"command": " ".join(sys.argv), "hardware": _hardware("cpu"), "versions": _versions(), "runs": {}}
+    common = ["trainer.steps=3", "trainer.validate_every=0", "trainer.seed=1"]
+    for name, keys in RUNS.items():
+        with tempfile.TemporaryDirectory() as directory:
+            run = Path(directory) / "run"
+            command = [sys.executable, "-m", "moe_rl.cli", "train", "dsv4-tiny", *common, *keys, "--run-dir", str(run)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                result["runs"][name] = {"keys": keys, "failed": (done.stdout + done.stderr)[-2000:]}
+            else:
+                phases = json.loads((run / "plan.json").read_text())["phases"]
+                host = {p: v["host_gib"] | {"ratio": v["host_gib"]["planned"] / v["host_gib"]["measured"]}
+                        for p, v in phases.items()}  # fmt: skip
+                workers = json.loads((run / "measured.json").read_text())["phases"]["update"]["workers_gib"]
+                result["runs"][name] = {"keys": keys, "host_gib": host, "workers_gib": workers}
+                print(f"{name:<40}" + "  ".join(f"{p} {v['ratio']:.3f}" for p, v in host.items()), flush=True)
+        _write(a.out, result)
+
+
 def table(result: dict[str, Any]) -> str:
     lines = [f"{'case':<32}{'':<6}" + "".join(f"{phase:>24}" for phase in PHASES)]
     for name, case_result in result["cases"].items():
@@ -253,9 +286,10 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=3, help="cases at a time; each may take 30 GB of host memory")
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", action="store_true", help="whole runs of dsv4-tiny on a CPU")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     a = parser.parse_args()
-    run_one(a) if a.case else run_all(a)
+    run_runs(a) if a.runs else run_one(a) if a.case else run_all(a)
 
 
 if __name__ == "__main__":

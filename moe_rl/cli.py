@@ -90,6 +90,9 @@ def train(
 
     try:
         code = run_training(config, run_dir=directory, resume=resume)
+        from moe_rl.planning import keep_comparison
+
+        print(keep_comparison(directory, config), end="\n")
     except MoeRLError:
         raise
     except Exception as error:

@@ -1,14 +1,21 @@
-"""``moe-rl plan``: reads a recipe or a model's config.json, and hands both to the planner. Imports no torch."""
+"""``moe-rl plan``, and what becomes of a plan after the run: reads a recipe or a model's config.json, and hands both to the
+planner. Imports no torch."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_rl.config import Config, ModelFacts, load_config
 from moe_rl.config.rules import plan_problems
+from moe_rl.errors import UserError
 from moe_rl.models.family import read_facts
+
+MEASURED, PLANNED, RESOLVED = "measured.json", "plan.json", "config.resolved.yaml"
+PHASES = {"rollout": "rollout", "log_prob": "log_prob", "update": "update", "sync": "sync", "checkpoint": "save"}
 
 
 def run(
@@ -26,13 +33,48 @@ def run(
     Raises:
         UserError: the recipe or the model cannot be read, or its layout cannot be laid out at all.
     """
+    from moe_rl.planner import search as finder
     from moe_rl.planner.plan import Plan
     from moe_rl.planner.text import describe
 
     config, facts = read(source, overrides, hw, files)
+    if measured is not None:
+        config = with_rates(config, measured)
+    found = [p.as_dict() if as_json else p.line() for p in finder.search(config, facts)] if search else None
     problems = plan_problems(config, facts)
-    plan = Plan.of(config, facts, problems)
-    return json.dumps(plan.as_dict(), indent=1) if as_json else describe(plan)
+    try:
+        plan = Plan.of(config, facts, problems)
+    except UserError:
+        if not problems:
+            raise
+        rules = [{"id": p.rule, "ok": False, "what": p.headline, "why": p.why, "fix": p.fix} for p in problems]
+        more = {"search": found} if search else {}
+        return (
+            json.dumps({"rules": rules} | more, indent=1)
+            if as_json
+            else "\n".join(["rules that this breaks:", *(f"  {p.error()}" for p in problems), *_found(found)])
+        )
+    levers, fraction = finder.levers(plan), finder.least_offload(plan)
+    if as_json:
+        more = {"levers": levers, "least_offload_fraction": fraction}
+        return json.dumps(plan.as_dict() | more | ({"search": found} if search else {}), indent=1)
+    lines = [
+        f"{lever['lever']}: GPU {-lever['gpu_gib_saved']:+.1f} GiB, node {-lever['host_gib_saved']:+.1f} GiB, step"
+        f" {lever['seconds_paid']:+.1f} s"
+        for lever in levers
+    ]
+    share = (
+        "none makes it fit" if fraction is None else f"{1 - fraction:.2%} with optimizer.offload_fraction={fraction:g}"
+    )
+    return "\n".join(
+        [describe(plan, lines), f"largest share of the optimizer on the GPU that fits: {share}", *_found(found)]
+    )
+
+
+def _found(found: Sequence[Any] | None) -> list[str]:
+    if found is None:
+        return []
+    return ["", "layouts that fit, the fastest step first:" if found else "no layout fits", *(f"  {f}" for f in found)]
 
 
 def read(source: str, overrides: Sequence[str], hw: str | None, files: Sequence[Path]) -> tuple[Config, ModelFacts]:
@@ -44,3 +86,54 @@ def read(source: str, overrides: Sequence[str], hw: str | None, files: Sequence[
     else:
         config = load_config(source, overrides, hw=hw, files=files)
     return config, read_facts(config.model.path, config.model.family)
+
+
+# --------------------------------------------------------------------------------------------------- after a run
+def with_rates(config: Config, directory: Path) -> Config:
+    """The configuration with the machine's rates as the run in `directory` measured them.
+
+    Raises:
+        UserError: the directory is no run's, or the run measured nothing.
+    """
+    file = directory / PLANNED
+    if not file.is_file():
+        raise UserError(
+            "plan.measured",
+            f"{file} does not exist",
+            "A run writes there, when it ends, the rates that it measured.",
+            "Give the directory of a run that finished a step, or leave --measured out.",
+        )
+    from moe_rl.planner.search import changed
+
+    return changed(config, {f"machine.{k}": v for k, v in json.loads(file.read_text())["rates"].items()})
+
+
+def keep_comparison(directory: Path, config: Config) -> str:
+    """Hold the plan of a run that ended against what it measured: a table, and `plan.json` in the run's directory with it
+    and the rates; an empty string where the run measured nothing."""
+    file = directory / MEASURED
+    if not file.is_file():
+        return ""
+    from moe_rl.planner.plan import Plan
+
+    measured = json.loads(file.read_text())["phases"]
+    plan = Plan.of(config, read_facts(config.model.path, config.model.family))
+    planned = plan.phases_gib()
+    rows = {}
+    for phase, taken in measured.items():
+        said = planned[PHASES[phase]]
+        rows[phase] = {
+            place: {"planned": said[place], "measured": taken[place]}
+            for place in ("gpu_gib", "host_gib")
+            if taken[place]
+        } | {"seconds": {"planned": said["seconds"], "measured": taken["seconds"]}}
+    result = {"phases": rows, "rates": dataclasses.asdict(plan.rates(measured))}
+    result["rates"] = {k: v for k, v in result["rates"].items() if v}
+    part = directory / (PLANNED + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(directory / PLANNED)
+    lines = ["planned / measured by phase (workers alone):"]
+    for phase, places in rows.items():
+        cells = [f"{place} {v['planned']:.2f} / {v['measured']:.2f}" for place, v in places.items()]
+        lines.append(f"  {phase:<11}" + "   ".join(cells))
+    return "\n".join(lines)

@@ -13,6 +13,7 @@ GIB = 2**30
 SAMPLE_S = 0.005
 _PAGE = 4096
 _gpu_before = (0, 0)  # torch keeps one peak: what it was before a stretch reset it
+_host_before = 0  # likewise the kernel
 
 
 def resident_bytes() -> int:
@@ -26,6 +27,33 @@ def gpu_peak_bytes() -> tuple[int, int]:
         return 0, 0
     now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return max(_gpu_before[0], now[0]), max(_gpu_before[1], now[1])
+
+
+def _high_water() -> int:
+    """The most that this process had resident since its start or the last reset of the kernel's mark."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resident_bytes()
+
+
+def host_peak_bytes() -> int:
+    """The most host memory that this process had resident so far."""
+    return max(_host_before, _high_water())
+
+
+def phase_peak_bytes() -> tuple[int, int]:
+    """The most (host, GPU) memory since the last call; the marks of the process's whole life live on beside these."""
+    global _host_before, _gpu_before
+    host, gpu = _high_water(), 0
+    _host_before = max(_host_before, host)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gpu = torch.cuda.max_memory_allocated()
+        _gpu_before = gpu_peak_bytes()
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):  # a kernel without the switch: the mark then is that of all phases so far
+        Path("/proc/self/clear_refs").write_text("5")
+    return host, gpu
 
 
 def give_back() -> None:

@@ -45,8 +45,10 @@ def activations(inventory: Inventory, stage: Stage, tokens: int, in_flight: int,
         default=0,
     )
     if not train:
-        forward = max((s // 2 for s in saved), default=0)  # about half of what a layer makes lives at a time
-        return Activations(2 * boundary, forward, _loss(inventory, tokens, b, False) if stage.loss else 0)
+        forward = max(
+            (_forward_bytes(facts, facts.layers[i], tokens, b, engine.attention_chunk) for i in stage.layers), default=0
+        )
+        return Activations(boundary, boundary + forward // tp, _loss(inventory, tokens, b, False) if stage.loss else 0)
     if engine.recompute == "full":
         kept = in_flight * (len(stage.layers) + 1) * boundary
         layer = running
@@ -82,6 +84,19 @@ def running_bytes(facts: ModelFacts, w: LayerWidths, tokens: int, b: int, chunk:
     return max(at_experts, at_streams, at_attention)
 
 
+def _forward_bytes(facts: ModelFacts, w: LayerWidths, tokens: int, b: int, chunk: int) -> int:
+    """The most that a layer makes at a time when nothing is saved: the streams three times in fp32 (cast, squared or
+    weighed, normed); all queries and outputs beside one chunk's logits, three times in fp32; or the copies of tokens that
+    experts get, three times (sorted, their outputs, and those put back)."""
+    queries = min(tokens, chunk)
+    pairs = queries * keys_of(w, queries, tokens) * w.pair if w.chunked else 0
+    return max(
+        3 * 4 * w.stream * tokens,
+        2 * b * w.query * tokens + 3 * 4 * pairs,
+        3 * b * tokens * facts.top_k * facts.hidden_size,
+    )
+
+
 def keys_of(w: LayerWidths, queries: int, tokens: int) -> int:
     """Keys that a chunk of queries meets: the window before it, itself, and compressed entries."""
     return min(tokens, queries + w.window) + (tokens // w.ratio if w.ratio else 0)
@@ -94,13 +109,12 @@ def _chunk_bytes(w: LayerWidths, queries: int, tokens: int, b: int) -> int:
 
 
 def _loss(inventory: Inventory, tokens: int, b: int, train: bool) -> int:
-    """Logits of one chunk (bf16, fp32, and once more while they are divided), backward with their gradient and the
-    weight's in fp32; the head's own copies of the last layer's output."""
+    """Logits of one chunk twice in fp32, and the last layer's output. Backward beside them the output weight's gradient in
+    fp32 and in the weight's type, and what the head saved: streams cast and normed in fp32, the final norm."""
     facts, engine, tp = inventory.facts, inventory.config.engine, inventory.config.layout.tp
     vocab, h = -(-facts.vocab_size // tp), facts.hidden_size
     chunk = min(tokens, engine.logprob_chunk) * vocab
-    cast = b if b == 2 else 0
-    head = tokens * (4 * 2 * facts.boundary + 12 * h)
     if not train:
-        return chunk * (8 + cast) + head
-    return chunk * (8 + cast) + 2 * 4 * vocab * h + head
+        return 8 * chunk + b * tokens * h
+    head = tokens * (2 * 4 * facts.boundary + (8 + 2 * b) * h)
+    return max(8 * chunk + 4 * vocab * h, (4 + b) * (chunk + vocab * h)) + head

@@ -24,14 +24,15 @@ Items = dict[str, float]
 
 # Resident host bytes of one process, nothing of a model on the host
 TRAINER_ON_GPU = 2.605 * GB  # H200, after its first steps: optimizers_h200.json, `fp32-states`, host_rss
-TRAINER_ON_CPU = 0.62 * GB  # planner_memory_cpu.json
-ROLLOUT_ON_CPU = 0.55 * GB  # likewise: transformers' replica
+TRAINER_ON_CPU = 0.86 * GB  # planner_memory_cpu.json: torch and megatron-core, a few MB of model
+ROLLOUT_ON_CPU = 0.87 * GB  # likewise: torch and transformers
 ENGINE_CORE = (
     1.3 * GB
 )  # beside each vLLM worker its scheduler, and a server's share: 0.6 + 0.7 GB as vLLM shows them on a CPU
 DRIVER = 0.85 * GB  # planner_memory_cpu.json: driver and Ray's servers
 NCCL_ON_GPU = 1.0 * GIB  # CUDA context and NCCL's channels of one process (vLLM PR #51485: about 1 GiB a rank)
 PACKET = 64 * 2**20  # of weights in flight
+MALLOC_KEEPS = 32 * 2**20  # blocks below this the C library keeps when they are freed (M_MMAP_THRESHOLD's most)
 READ_BUFFER = 64 * 2**20  # of rows that are decoded at a time (models/load.py)
 RAY_DEFAULT = 200 * GB
 
@@ -137,6 +138,10 @@ class Memory:
             for phase, items in gpu.items():
                 for name, size in items.items():
                     host[phase][name] = host[phase].get(name, 0.0) + size
+            if 4 * self.facts.boundary * self.tokens < MALLOC_KEEPS:
+                kept = sum(v for name, v in gpu["update"].items() if name.startswith("activations"))
+                for phase in ("rollout", "save", "sync"):
+                    host[phase]["kept by malloc"] = kept
             return {phase: {} for phase in PHASES}, host
         for phase, items in gpu.items():
             items["contexts"] = NCCL_ON_GPU * (2 if self.rollout.colocated else 1)
@@ -162,7 +167,7 @@ class Memory:
             save["states in fp32"] = 12.0 * owned
         resume: Items = {"checkpoint tensor": 2 * tensor}
         if "optimizer" in (c.load_contents or c.contents):
-            resume["checkpoint piece"] = 256 * 2**20
+            resume["checkpoint piece"] = min(256 * 2**20, 12.0 * owned)
             if offloaded:
                 resume["masters again"] = offloaded.get("masters", 0.0)
         return save, resume
@@ -196,6 +201,15 @@ class Memory:
         if stage_index == 0:
             items["driver"] = DRIVER
         return items
+
+    def workers(self, phase: str) -> float:
+        """Resident bytes of all trainer and rollout processes in a phase."""
+        width, r = self.inventory.width, self.rollout
+        trainers = sum(width * sum(stage.host[phase].values()) for stage in self.stages)
+        trainers += self.config.world * (TRAINER_ON_GPU if self.on_gpu else TRAINER_ON_CPU)
+        kv = self.kv_cache() if phase == "rollout" and not self.on_gpu else 0.0
+        held = r.weights + ROLLOUT_ON_CPU if not self.on_gpu else TRAINER_ON_GPU
+        return trainers + r.replicas * (held + kv)
 
     def nodes(self) -> list[dict[str, Items]]:
         """For each stage the fullest node that has ranks of it: phase -> item -> bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,16 @@ from .memory import GIB, Items, Memory, worst
 from .report import plan_stages
 from .rollouts import Rollout
 from .timing import Timing
+
+
+@dataclass
+class Rates:
+    """Rates that a run measured, under the names of config.machine; 0 where it measured none."""
+
+    decode_layer_ms: float = 0.0
+    utilisation: float = 0.0
+    disk_gbps: float = 0.0
+
 
 ROUTED_ID_BYTES = {True: 1, False: 2}  # an expert's number in R3's rows: one byte where all fit into it
 
@@ -55,6 +65,33 @@ class Plan:
     @property
     def fits(self) -> bool:
         return not any(problem.rule.startswith("memory.") for problem in self.problems)
+
+    def phases_gib(self) -> dict[str, dict[str, float]]:
+        """By phase what a run's workers would measure: the fullest GPU without its contexts (torch does not see them), the
+        workers' resident memory in all, and seconds."""
+        t, m = self.timing, self.memory
+        seconds = {"rollout": t.rollout, "log_prob": t.log_prob, "update": t.update, "sync": t.sync, "save": t.save}
+        found = {}
+        for phase, time in seconds.items():
+            gpu = max(
+                sum(v for k, v in stage.gpu[phase].items() if k != "contexts" and not k.startswith("rollout"))
+                for stage in m.stages
+            )
+            found[phase] = {"gpu_gib": gpu / GIB, "host_gib": m.workers(phase) / GIB, "seconds": time}
+        return found
+
+    def rates(self, measured: Mapping[str, Mapping[str, float]]) -> Rates:
+        """The machine's rates that make the plan's seconds the measured ones, by phase of a run's measured.json."""
+        t, machine = self.timing, self.config.machine
+        rates = Rates()
+        if rollout := measured.get("rollout", {}).get("seconds", 0.0):
+            rates.decode_layer_ms = machine.decode_layer_ms * rollout / t.rollout
+        busy = measured.get("update", {}).get("seconds", 0.0) - t.optimizer
+        if busy > 0:
+            rates.utilisation = min(1.0, machine.utilisation * t.passes / busy)
+        if save := measured.get("checkpoint", {}).get("seconds", 0.0):
+            rates.disk_gbps = machine.disk_gbps * t.save / save
+        return rates
 
     def r3_bytes_per_token(self) -> int:
         """Of router replay: the experts that each layer chose for a token."""

@@ -29,7 +29,16 @@ from moe_rl.trainer.loop import Loop, sample_lines
 from moe_rl.trainer.nodes import check_nodes
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
 from moe_rl.trainer.saving import Checkpoints, summary
-from moe_rl.trainer.state import MANIFEST, RunDirectory, RunState, checkpoint_of, read_state, verify, write_atomic
+from moe_rl.trainer.state import (
+    MANIFEST,
+    MEASURED,
+    RunDirectory,
+    RunState,
+    checkpoint_of,
+    read_state,
+    verify,
+    write_atomic,
+)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # batch systems can hand on the second one and not the first
 # what a resumed run starts afresh without a part of the checkpoint
@@ -216,6 +225,7 @@ class GRPOTrainer:
             raise
         finally:
             saves.abandon()
+        write_atomic(self.run.path / MEASURED, json.dumps({"phases": loop.measured, "step": state.step}, indent=1))
         return EXIT_DONE if state.step == config.trainer.steps else EXIT_SEGMENT
 
     def _steps(self, loop: Loop, saves: Checkpoints, metrics: MetricsWriter) -> None:
@@ -234,6 +244,7 @@ class GRPOTrainer:
                     self._save(saves, loop.trainer, line)
                     if last or stop:
                         saves.wait()
+                loop.note_phase("checkpoint")
                 line["time/checkpoint"] = time.perf_counter() - started
             durable = saves.durable()
             if durable:

@@ -55,6 +55,7 @@ class Loop:
         self.cursor, self.validation = cursor, validation
         self.verify, self.tokenizer, self.progress = verify, tokenizer, progress
         self.times: dict[str, float] = {}
+        self.measured: dict[str, dict[str, Any]] = {}  # by phase, over all steps: peaks in GiB, seconds
 
     @contextmanager
     def phase(self, name: str, group: Any = None) -> Iterator[None]:
@@ -65,6 +66,15 @@ class Loop:
         self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
         if group is not None:
             self.progress.slowest(name, group.seconds)
+
+    def note_phase(self, name: str) -> None:
+        """Keep what a phase that just ended took: over the steps the most memory, and the last step's seconds."""
+        peaks = self.trainer.phase_peak_gib() | self.rollout.phase_peak_gib()
+        held = self.measured.setdefault(name, {"gpu_gib": 0.0, "host_gib": 0.0, "workers_gib": {}})
+        held["gpu_gib"] = max(held["gpu_gib"], *(gpu for _, gpu in peaks.values()))
+        held["host_gib"] = max(held["host_gib"], sum(host for host, _ in peaks.values()))
+        held["workers_gib"] = {w: max(held["workers_gib"].get(w, 0.0), host) for w, (host, _) in peaks.items()}
+        held["seconds"] = self.times.get(name, 0.0)
 
     # -------------------------------------------------------------------------------------------------------- the step
     def step(self) -> tuple[dict[str, Any], list[Sample]]:
@@ -77,16 +87,20 @@ class Loop:
         with self.phase("rollout", self.rollout):
             records = self.cursor.next(self.config.data.prompts_per_step)
             samples = self.generate(records, step, self.config.rollout.n, self.config.rollout.temperature)
+        self.note_phase("rollout")
         with self.phase("reward"):
             metrics |= self.judge(samples)
         with self.phase("log_prob", self.trainer):
             self.score(samples)
+        self.note_phase("log_prob")
         self.assign_advantages(samples, metrics)
         metrics |= self.compare(samples) | self.correct(samples)
         with self.phase("update", self.trainer):
             metrics |= self.update(samples, step)
+        self.note_phase("update")
         with self.phase("sync"):
             moved = self.sync.push(self.state.weight_version)
+        self.note_phase("sync")
         with self.phase("canary"):
             metrics |= self.canary.check()
 

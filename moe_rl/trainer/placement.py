@@ -285,6 +285,10 @@ class TrainerGroup:
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
         return self._all("peak_memory_gib", doing="reading memory use")
 
+    def phase_peak_gib(self) -> dict[str, tuple[float, float]]:
+        """By worker the most (host, GPU) memory since the last call, in GiB."""
+        return self._all("phase_peak_gib", doing="reading memory use")
+
 
 class RolloutGroup:
     """All rollout replicas as one."""
@@ -333,6 +337,10 @@ class RolloutGroup:
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
         return self._all("peak_memory_gib", doing="reading memory use")
+
+    def phase_peak_gib(self) -> dict[str, tuple[float, float]]:
+        """By worker the most (host, GPU) memory since the last call, in GiB."""
+        return self._all("phase_peak_gib", doing="reading memory use")
 
 
 class WeightSync:

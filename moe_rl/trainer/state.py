@@ -24,7 +24,7 @@ from typing import Any
 
 from moe_rl.errors import RunFailed, UserError
 
-MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
+MANIFEST, STATE, LATEST, MEASURED = "manifest.json", "state.json", "latest", "measured.json"
 SHARD_DIGESTS = "integrity.json"  # written by the engine (moe_rl/engine/checkpoint.py)
 TEMPORARY, DISCARDED = ".writing_", ".discarded_"
 LOCK = ".lock"

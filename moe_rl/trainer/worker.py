@@ -70,13 +70,17 @@ class Worker:
 
     def peak_memory_gib(self) -> dict[str, float]:
         """Peak host memory of this process, and of what it allocated and reserved of its GPU (0 without one), in GiB."""
-        import resource
-
-        from moe_rl.engine.memory import GIB, gpu_peak_bytes
+        from moe_rl.engine.memory import GIB, gpu_peak_bytes, host_peak_bytes
 
         gpu, reserved = gpu_peak_bytes()
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"host": host / GIB, "gpu": gpu / GIB, "gpu_reserved": reserved / GIB}
+        return {"host": host_peak_bytes() / GIB, "gpu": gpu / GIB, "gpu_reserved": reserved / GIB}
+
+    def phase_peak_gib(self) -> tuple[float, float]:
+        """The most (host, GPU) memory of this process since the last call, in GiB."""
+        from moe_rl.engine.memory import GIB, phase_peak_bytes
+
+        host, gpu = phase_peak_bytes()
+        return host / GIB, gpu / GIB
 
 
 class TrainerWorker(Worker):
