@@ -234,6 +234,49 @@ def run_runs(a: argparse.Namespace) -> None:
         _write(a.out, result)
 
 
+MODES = {  # of benchmarks/optimizers.py
+    "fp32-states": {},
+    "bf16-grads": {"optimizer.grad_dtype": "bf16"},
+    "aware": {"optimizer.precision_aware": True},
+    "aware-bf16-moments": AWARE | {"optimizer.moment_dtype": "bf16"},
+    "offload": {"optimizer.offload_fraction": 1.0},
+    "offload-half": {"optimizer.offload_fraction": 0.5},
+    "aware-offload": AWARE | {"optimizer.offload_fraction": 1.0},
+    "aware-offload-half": AWARE | {"optimizer.offload_fraction": 0.5},
+}
+
+
+def against(a: argparse.Namespace) -> None:
+    """The planner against what benchmarks/optimizers.py measured: GPU peak and resident host bytes after updates, and both
+    peaks of a load in the reshardable format; one sequence of 512 tokens a micro-batch, nothing recomputed."""
+    source = json.loads(a.against.read_text())
+    result = {key: source[key] for key in ("command", "hardware", "versions")} | {"source": "benchmarks/optimizers.py"}
+    result["cases"] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        (work / "model").mkdir()
+        (work / "model" / "config.json").write_text(json.dumps(COMMON | FULL))
+        for name, keys in MODES.items():
+            found, said = source["curves"][name], predict(a, case(512, 1, 2, **OFF, **keys), work)
+            sums = {phase: {where: sum(items.values()) for where, items in said[phase].items()} for phase in said}
+            trained = found["trained"]
+            rows = {
+                "update gpu": (sums["update"]["gpu"], trained["gpu_peak_allocated"]),
+                "update host": (sums["update"]["host"], trained["host_rss"]),
+            }
+            if load := found.get("resumes", {}).get("reshardable", {}).get("load"):
+                rows["resume gpu"] = sums["resume"]["gpu"], trained["gpu_allocated"] + load["gpu_peak_gib"] * 2**30
+                rows["resume host"] = sums["resume"]["host"], trained["host_rss"] + load["host_peak_gib"] * 2**30
+            result["cases"][name] = {
+                row: {"predicted": p, "measured": m, "ratio": p / m} for row, (p, m) in rows.items()
+            }
+            print(
+                f"{name:<20}"
+                + "  ".join(f"{row} {p / 1e9:.2f}/{m / 1e9:.2f} {p / m:.3f}" for row, (p, m) in rows.items())
+            )
+    _write(a.out, result)
+
+
 def table(result: dict[str, Any]) -> str:
     lines = [f"{'case':<32}{'':<6}" + "".join(f"{phase:>24}" for phase in PHASES)]
     for name, case_result in result["cases"].items():
@@ -286,10 +329,11 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=3, help="cases at a time; each may take 30 GB of host memory")
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--against", type=Path, help="results of benchmarks/optimizers.py to hold the planner against")
     parser.add_argument("--runs", action="store_true", help="whole runs of dsv4-tiny on a CPU")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     a = parser.parse_args()
-    run_runs(a) if a.runs else run_one(a) if a.case else run_all(a)
+    against(a) if a.against else run_runs(a) if a.runs else run_one(a) if a.case else run_all(a)
 
 
 if __name__ == "__main__":

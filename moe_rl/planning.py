@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config import Config, ModelFacts, load_config
-from moe_rl.config.rules import plan_problems
+from moe_rl.config.plan_rules import plan_problems
 from moe_rl.errors import UserError
 from moe_rl.models.family import read_facts
 
@@ -56,13 +56,12 @@ def run(
         )
     levers, fraction = finder.levers(plan), finder.least_offload(plan)
     if as_json:
-        more = {"levers": levers, "least_offload_fraction": fraction}
-        return json.dumps(plan.as_dict() | more | ({"search": found} if search else {}), indent=1)
-    lines = [
-        f"{lever['lever']}: GPU {-lever['gpu_gib_saved']:+.1f} GiB, node {-lever['host_gib_saved']:+.1f} GiB, step"
-        f" {lever['seconds_paid']:+.1f} s"
-        for lever in levers
-    ]
+        ways = {"levers": [dataclasses.asdict(lever) for lever in levers], "least_offload_fraction": fraction}
+        return json.dumps(plan.as_dict() | ways | ({"search": found} if search else {}), indent=1)
+    lines = [lever.line() for lever in levers]
+    spread = finder.saved_by_spreading(plan)
+    if spread > 0:
+        lines.append(f"hash layers beside the embedding cost the fullest node {spread:.1f} GiB")
     share = (
         "none makes it fit" if fraction is None else f"{1 - fraction:.2%} with optimizer.offload_fraction={fraction:g}"
     )

@@ -63,14 +63,6 @@ def layout_problems(config: Config, facts: ModelFacts | None, world: int | None 
     return problems
 
 
-def plan_problems(config: Config, facts: ModelFacts) -> list[Problem]:
-    """What is wrong with a run as far as this machine has no part in it: it is planned on another one."""
-    problems = value_problems(config) + layout_problems(config, facts)
-    for rule in (_group, _batch, _sampling, _optimizer, _algorithm, _checkpoint):
-        problems += rule(config)
-    return problems + list(_lengths(config, facts))
-
-
 def scoring_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
     """What is wrong with a scoring, which has a model, a layout and a device, but no data and no batch."""
     problems = value_problems(config)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from moe_rl.config import Config, ModelFacts
 from moe_rl.config.facts import TensorSize
@@ -22,6 +24,10 @@ class Stage:
     loss: bool
 
 
+Kind = tuple[Any, ...]
+"""What makes two stages alike: their layers' widths and routing, and the ends."""
+
+
 @dataclass(frozen=True)
 class Inventory:
     """A model laid out. `width` ranks make a stage; `copies` of a stage's experts lie among them."""
@@ -29,6 +35,7 @@ class Inventory:
     config: Config
     facts: ModelFacts
     stages: tuple[Stage, ...]
+    _shards: dict[Kind, list[Shard]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: Config, facts: ModelFacts) -> Inventory:
@@ -60,14 +67,28 @@ class Inventory:
         layout = self.config.layout
         return max(1, self.width // (layout.ep * layout.etp))
 
+    @cached_property
+    def _by_layer(self) -> dict[int | None, list[TensorSize]]:
+        found: dict[int | None, list[TensorSize]] = {}
+        for t in self.facts.tensors:
+            found.setdefault(t.layer, []).append(t)
+        return found
+
+    def kind(self, stage: Stage) -> Kind:
+        """Stages of one kind hold the same tensors."""
+        hashed = self.facts.hash_layers
+        layers = tuple((self.facts.layers[i], i in hashed) for i in stage.layers)
+        return layers, stage.embedding, stage.loss
+
     def tensors(self, stage: Stage) -> Iterator[TensorSize]:
         """The tensors of a stage. A tied output layer is a copy of its own only where the embedding is elsewhere."""
         tied = stage.embedding and stage.loss
         names = {"embedding": stage.embedding, "head": stage.loss}
-        for t in self.facts.tensors:
-            if t.layer in stage.layers if t.place == "layer" else names[t.place]:
-                if not (tied and t.place == "head" and t.released and self.is_tied_copy(t)):
-                    yield t
+        for t in self._by_layer.get(None, ()):
+            if names[t.place] and not (tied and t.place == "head" and self.is_tied_copy(t)):
+                yield t
+        for layer in stage.layers:
+            yield from self._by_layer[layer]
 
     def is_tied_copy(self, t: TensorSize) -> bool:
         return self.facts.tied and t.numel == self.facts.vocab_size * self.facts.hidden_size
@@ -84,6 +105,12 @@ class Inventory:
         The distributed optimizer cuts a buffer of all parameters into equal runs, one a data-parallel rank: a rank owns
         whole parameters but for the two that its run cuts. Here it is the first rank's run; the others' are as long.
         """
+        kind = self.kind(stage)
+        if kind not in self._shards:
+            self._shards[kind] = self._cut(stage)
+        return self._shards[kind]
+
+    def _cut(self, stage: Stage) -> list[Shard]:
         runs: dict[tuple[bool, bool], list[int]] = {}
         for t in self.tensors(stage):
             if t.trained:

@@ -15,7 +15,7 @@ from moe_rl.config.host import resolve_device
 
 from .activations import activations
 from .inventory import Inventory, Stage
-from .optimizer_memory import OptimizerMode, optimizer_memory
+from .optimizer_memory import OptimizerMemory, OptimizerMode, Shard, optimizer_memory, split_offloaded
 from .rollouts import Rollout
 
 GB, GIB = 10**9, 2**30
@@ -79,8 +79,7 @@ class Memory:
         memory = cls(config, facts, Inventory.of(config, facts), Rollout.of(config, facts), micro_batches, tokens)
         seen: dict[tuple, StageMemory] = {}
         for stage in memory.inventory.stages:
-            kinds = tuple((facts.layers[i], i in facts.hash_layers) for i in stage.layers)
-            key = (kinds, stage.embedding, stage.loss, memory.in_flight(stage))
+            key = (memory.inventory.kind(stage), memory.in_flight(stage))
             if key not in seen:
                 seen[key] = memory._stage(stage)
             memory.stages.append(seen[key])
@@ -120,11 +119,13 @@ class Memory:
         update = {"activations kept": acts[True].kept, "activations running": acts[True].peak - acts[True].kept}
         score = {"activations running": acts[False].peak}
         packet = float(min(4 * largest, PACKET)) if self.on_gpu else 4.0 * largest
-        save, resume = self._saving(states, owned, largest, offloaded)
+        save, resume = self._saving(states, owned, largest, max((s.owned for s in shards), default=0), offloaded)
         gpu: dict[str, Items] = {phase: dict(held) for phase in PHASES}
         gpu["update"] |= update if sum(update.values()) > sum(step.values()) else step
         gpu["log_prob"] |= score
         gpu["sync"]["packets"] = 2 * packet
+        if self.on_gpu and "optimizer" in (config.checkpoint.load_contents or config.checkpoint.contents):
+            gpu["resume"]["states again"] = _loaded_again(mode, shards, held)
         host: dict[str, Items] = {phase: dict(offloaded) for phase in PHASES}
         host["save"] |= save
         host["resume"] |= resume
@@ -151,7 +152,9 @@ class Memory:
                     items["kv cache"] = self.kv_cache()
         return gpu, host
 
-    def _saving(self, states, owned: int, largest: int, offloaded: Items) -> tuple[Items, Items]:
+    def _saving(
+        self, states: OptimizerMemory, owned: int, largest: int, most: int, offloaded: Items
+    ) -> tuple[Items, Items]:
         """What a save and a resume add to a rank's host memory (the table in docs/architecture.md)."""
         c = self.config.checkpoint
         b = 4 if self.config.engine.dtype == "fp32" else 2
@@ -167,9 +170,13 @@ class Memory:
             save["states in fp32"] = 12.0 * owned
         resume: Items = {"checkpoint tensor": 2 * tensor}
         if "optimizer" in (c.load_contents or c.contents):
-            resume["checkpoint piece"] = min(256 * 2**20, 12.0 * owned)
-            if offloaded:
-                resume["masters again"] = offloaded.get("masters", 0.0)
+            resume["checkpoint piece"] = max(min(256 * 2**20, 12.0 * owned), 12.0 * most)
+            if (
+                offloaded
+            ):  # torch's load copies states, and megatron-core makes the masters again; pinned ones in blocks
+                resume["masters again"] = offloaded["masters"]
+                if not self.config.optimizer.precision_aware:
+                    resume["states again"] = sum(offloaded.values()) - offloaded["gradient staging"]
         return save, resume
 
     # ---------------------------------------------------------------------------------------------------- whole nodes
@@ -187,6 +194,11 @@ class Memory:
 
     def store(self) -> float:
         return self.config.cluster.object_store_gib * GIB
+
+    def ray_default(self) -> float:
+        """Bytes of the store that Ray would take of a node where nothing is said."""
+        m = self.config.machine
+        return ray_default_store(m.host_memory_gib * GIB, (m.shm_gib or m.host_memory_gib / 2) * GIB)
 
     def processes(self, stage_index: int) -> Items:
         """Host bytes of a node's processes, whatever the model: trainer ranks, rollout workers, Ray."""
@@ -211,6 +223,7 @@ class Memory:
         held = r.weights + ROLLOUT_ON_CPU if not self.on_gpu else TRAINER_ON_GPU
         return trainers + r.replicas * (held + kv)
 
+    @cached_property
     def nodes(self) -> list[dict[str, Items]]:
         """For each stage the fullest node that has ranks of it: phase -> item -> bytes."""
         width, per_node = self.inventory.width, self.config.cluster.gpus_per_node
@@ -235,6 +248,19 @@ class Memory:
             total["rollout"]["kv cache"] = self.rollout.replicas * self.kv_cache()
             total["sync"]["object store"] = min(self.store(), float(self.rollout.weights))
         return total
+
+
+def _loaded_again(mode: OptimizerMode, shards: list[Shard], held: Items) -> float:
+    """GPU bytes that a load of the optimizer holds beside the live states (measured: planner_memory_h200.json).
+
+    FusedAdam makes its moments anew in fp32, and in the precision-aware mode its masters. torch moves the states of an
+    offloaded parameter to the device of the parameter, the GPU, before the hybrid optimizer takes them back.
+    """
+    away, here = (sum(s.owned for s in part) for part in split_offloaded(shards, mode.offload_fraction))
+    again = 8.0 * here
+    if not away:
+        return again + held["moments"] * (mode.moment_bytes == 2) + held["masters"] * mode.precision_aware
+    return again if mode.precision_aware else max(again, 12.0 * away)
 
 
 def worst(phases: Mapping[str, Items], resume: bool = False) -> Items:

@@ -51,7 +51,7 @@ class Plan:
         return [stage.gpu_peak() for stage in self.memory.stages]
 
     def host_per_stage(self) -> list[float]:
-        return [sum(worst(node).values()) for node in self.memory.nodes()]
+        return [sum(worst(node).values()) for node in self.memory.nodes]
 
     def actor_mean(self) -> float:
         """What a trainer rank keeps on its GPU, mean over ranks: weights, gradients, states."""
@@ -102,7 +102,7 @@ class Plan:
         """The object that ``moe-rl plan --json`` prints; sizes in GiB (2**30 bytes), times in seconds."""
         c, t, m = self.config, self.timing, self.memory
         sync = self.sync
-        gpu, nodes = self.gpu_per_stage(), m.nodes()
+        gpu, nodes = self.gpu_per_stage(), m.nodes
         host = self.host_per_stage()
         total, active = parameters(self.facts)
         layout, saved = c.layout, t.save_bytes()
@@ -212,7 +212,7 @@ def _room(config: Config, memory: Memory) -> list[Problem]:
         ),
         (
             "host",
-            [sum(worst(node, resume=True).values()) for node in memory.nodes()],
+            [sum(worst(node, resume=True).values()) for node in memory.nodes],
             config.machine.host_memory_gib,
             "machine.host_memory_gib",
             "More nodes, or one of the levers that `moe-rl plan` lists.",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_rl.config import Config, ModelFacts
-from moe_rl.config.rules import plan_problems
+from moe_rl.config.plan_rules import plan_problems
 from moe_rl.errors import UserError
 
 from .memory import GIB
@@ -39,8 +39,10 @@ class Proposal:
 
 def changed(config: Config, keys: dict[str, object]) -> Config:
     """A copy of the configuration with other values."""
-    new = copy.deepcopy(config)
+    new = copy.copy(config)
     new.origins = {k: v for k, v in config.origins.items() if k not in keys}
+    for section in {name.partition(".")[0] for name in keys}:
+        setattr(new, section, copy.deepcopy(getattr(config, section)))
     for name, value in keys.items():
         section, _, key = name.rpartition(".")
         setattr(new.get(section), key, value)
@@ -75,10 +77,24 @@ def layouts(config: Config, facts: ModelFacts) -> Iterator[dict[str, object]]:
             for ep in _divisors(world // pp):
                 if (facts.num_experts or 1) % ep:
                     continue
+                seen: set[str] = set()
                 for pinned in (True, False) if facts.hash_layers and pp > 1 else (True,):
                     sizes = {"tp": tp, "pp": pp, "ep": ep, "etp": 1, "vpp": 1, "pin_hash_layers": pinned}
-                    for stages in balanced(changed(config, {f"layout.{k}": v for k, v in sizes.items()}), facts):
-                        yield {**sizes, "stages": stages}
+                    candidate = changed(config, {f"layout.{k}": v for k, v in sizes.items()})
+                    if _too_large(candidate, facts):
+                        break
+                    for stages in balanced(candidate, facts):
+                        if stages not in seen:
+                            seen.add(stages)
+                            yield {**sizes, "stages": stages}
+
+
+def _too_large(config: Config, facts: ModelFacts) -> bool:
+    """Whether the mean rank's experts, weights and gradients, are more than a GPU holds: most layouts end here."""
+    experts = sum(t.numel for t in facts.tensors if t.expert) * facts.num_experts
+    each = 2 + (2 if config.optimizer.grad_dtype == "bf16" else 4)
+    ranks = config.layout.pp * config.layout.ep * config.layout.etp
+    return config.engine.device == "cuda" and experts * each / ranks > config.machine.gpu_memory_gib * GIB
 
 
 def balanced(config: Config, facts: ModelFacts) -> list[str]:
@@ -107,7 +123,23 @@ def _divisors(n: int) -> list[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------- the levers
-def levers(plan: Plan) -> list[dict[str, object]]:
+@dataclass(frozen=True)
+class Lever:
+    """A change of one setting: what it saves of the fullest GPU and node, and what it adds to a step."""
+
+    lever: str
+    gpu_gib_saved: float
+    host_gib_saved: float
+    seconds_paid: float
+
+    def line(self) -> str:
+        return (
+            f"{self.lever}: GPU {-self.gpu_gib_saved:+.1f} GiB, node {-self.host_gib_saved:+.1f} GiB, step"
+            f" {self.seconds_paid:+.1f} s"
+        )
+
+
+def levers(plan: Plan) -> list[Lever]:
     """Each change of one setting that would save memory, with what it saves and costs; the cheapest in time first."""
     c, base, found = plan.config, _totals(plan), []
     for name, keys in _levers(c, plan.facts):
@@ -120,8 +152,8 @@ def levers(plan: Plan) -> list[dict[str, object]]:
             continue
         gpu, host, seconds = (a - b for a, b in zip(base, other, strict=True))
         if gpu > 0.005 or host > 0.005:
-            found.append({"lever": name, "gpu_gib_saved": gpu, "host_gib_saved": host, "seconds_paid": -seconds})
-    return sorted(found, key=lambda f: (f["seconds_paid"], -f["gpu_gib_saved"] - f["host_gib_saved"]))  # type: ignore[arg-type, operator]
+            found.append(Lever(name, gpu, host, -seconds))
+    return sorted(found, key=lambda f: (f.seconds_paid, -f.gpu_gib_saved - f.host_gib_saved))
 
 
 def _totals(plan: Plan) -> tuple[float, float, float]:

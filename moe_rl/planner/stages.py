@@ -43,5 +43,6 @@ def balance(
 def write(counts: Sequence[int]) -> str:
     """Layers of each segment in the notation of layout.stages: [3, 2] -> ``Ettt|ttL``."""
     parts = ["t" * count for count in counts]
-    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
+    parts[0] = "E" + parts[0]
+    parts[-1] += "L"
     return "|".join(parts)

@@ -14,7 +14,7 @@ from functools import cached_property
 from moe_rl.config import Config, ModelFacts
 
 from .activations import keys_of
-from .inventory import Inventory, Stage
+from .inventory import Inventory, Kind, Stage
 from .optimizer_memory import OptimizerMode, split_offloaded
 from .rollouts import Rollout
 
@@ -96,8 +96,14 @@ class Timing:
 
     def _pipeline(self, passes: float) -> float:
         """Seconds of all micro-batches through the pipeline, each taking `passes` forward passes' time."""
-        each = [passes * self.forward(stage, self.tokens) for stage in self.inventory.stages]
+        once = self._forward_by_kind
+        each = [passes * once[self.inventory.kind(stage)] for stage in self.inventory.stages]
         return sum(each) / self.config.layout.vpp + (self.micro_batches - 1 / self.config.layout.vpp) * max(each)
+
+    @cached_property
+    def _forward_by_kind(self) -> dict[Kind, float]:
+        stages = {self.inventory.kind(stage): stage for stage in self.inventory.stages}
+        return {kind: self.forward(stage, self.tokens) for kind, stage in stages.items()}
 
     @cached_property
     def log_prob(self) -> float:
@@ -114,7 +120,7 @@ class Timing:
         """Seconds of a batch's optimizer steps."""
         c, m, mode = self.config, self.config.machine, OptimizerMode.of(self.config)
         slowest = 0.0
-        for stage in self.inventory.stages:
+        for stage in {self.inventory.kind(stage): stage for stage in self.inventory.stages}.values():
             offloaded, kept = split_offloaded(self.inventory.shards(stage), mode.offload_fraction)
             away, here = (sum(s.owned for s in part) for part in (offloaded, kept))
             cpu = max(away * ADAM_BYTES * c.cluster.gpus_per_node / (m.host_gbps * G), 4 * away / (m.pcie_gbps * G))
