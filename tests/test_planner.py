@@ -140,12 +140,12 @@ def test_balance_is_the_best_there_is(costs, segments, pinned, first, last):
 def clusters(draw):
     """A random model and cluster."""
     layers, experts = draw(st.integers(1, 7)), draw(st.sampled_from([0, 4, 6, 8]))
-    tensors = [TensorSize("embedding", None, False, 800, 2, False, True, True, 800)]
-    tensors.append(TensorSize("head", None, False, 800, 2, False, True, True, 800))
+    tensors = [TensorSize("embedding", None, False, 800, 2, False, True, True, 800, False)]
+    tensors.append(TensorSize("head", None, False, 800, 2, False, True, True, 800, False))
     for i in range(layers):
-        tensors.append(TensorSize("layer", i, False, draw(st.integers(1, 900)), 2, False, True, False, 100))
+        tensors.append(TensorSize("layer", i, False, draw(st.integers(1, 900)), 2, False, True, False, 100, False))
         if experts:
-            tensors.append(TensorSize("layer", i, True, 700, 2, False, True, False, 400))
+            tensors.append(TensorSize("layer", i, True, 700, 2, False, True, False, 400, False))
     hashed = tuple(range(draw(st.integers(0, min(3, layers))))) if experts else ()
     facts = ModelFacts(
         "qwen", layers, hashed, 100, 4096, experts, 2 if experts else 0, 8, 4, None, draw(st.booleans()), "model",

@@ -41,12 +41,12 @@ class Rollout:
         """As configured. A run on GPUs whose replica is not described gets the smallest one, over whole nodes where it is
         larger than one, whose weights fill at most `SHARE` of a GPU: what `plan` proposes."""
         r = config.rollout
-        share = getattr(r, "gpu_memory_utilization", None)
         on_gpu = config.engine.device == "cuda" or resolve_device(config.engine.device) == "cuda"
-        described = getattr(r, "tp", 1) * getattr(r, "dp", 1) > 1 or r.engine == "vllm"
+        described = r.engine == "vllm" or r.tp * r.dp > 1
         colocated = getattr(r, "placement", "colocated") == "colocated" and on_gpu
+        share = r.gpu_memory_utilization if described else None
         if described or not on_gpu:
-            tp, dp, ep = (getattr(r, name, 1) for name in ("tp", "dp", "ep"))
+            tp, dp, ep = r.tp, r.dp, r.ep
             vllm, replicas = r.engine == "vllm", r.replicas
         else:
             tp, dp, ep = _propose(config, facts)
@@ -55,7 +55,7 @@ class Rollout:
         if vllm:
             dense, experts = released_bytes(facts)
             weights = dense // tp + experts // max(ep, tp)
-            b = {"fp8": 1}.get(getattr(r, "kv_cache_dtype", "fp8"), 2)
+            b = 1 if r.kv_cache_dtype == "fp8" or not described else 2
         else:
             weights = parameters(facts)[0] * b
         kv = sum(w.cache for w in facts.layers) * b, sum(w.cache_fixed for w in facts.layers) * b
