@@ -123,3 +123,26 @@ def test_a_block_on_two_ranks_is_refused():
         part = Part(weight.weight[:, :width], (0, start), (8, 256))
         with pytest.raises(UserError, match="inside a block"):
             install(weight, {"w": [part]}, {"w": kind}, "F8_E8M0")
+
+
+def test_a_layer_that_reads_its_modules_weights_itself_finds_them_rounded():
+    """As the fused experts do."""
+    from moe_rl.engine.fake_quant import install, rounded
+    from moe_rl.models.weights import Part
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(64, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.inner.weight.t()
+
+    layer, x = Layer(), torch.randn(3, 64)
+    weight = layer.inner.weight
+    assert install(layer, {"w": [Part(weight, (0, 0), (4, 64))]}, {"w": "mxfp4"}, "F8_E8M0") == 1
+    layer(x).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(layer(x), x @ rounded(weight, "mxfp4", "F8_E8M0").t())
+        assert not torch.equal(layer(x), x @ weight.t()) and layer.inner.weight is weight
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(4, 64))

@@ -193,8 +193,8 @@ class Engine:
         for chunks, reference in ((self.chunks, False), (self.reference, True)):
             if chunks:
                 parts = self.weights(reference=reference)
-                for chunk in chunks:
-                    fake_quant.install(chunk, parts, self.rounding, self._scale)
+                for layer in (layer for chunk in chunks for layer in chunk.layers.values()):
+                    fake_quant.install(layer, parts, self.rounding, self._scale)
 
     def sent(self, names: Iterable[str]) -> dict[str, list[Part]]:
         """The parts of these tensors as a rollout must have them: the live ones, or copies where `engine.fake_quant` rounds

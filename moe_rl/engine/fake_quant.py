@@ -1,9 +1,9 @@
 """A forward pass on weights rounded as the rollouts hold them, while gradients and optimizer keep the unrounded ones.
 
-Each weight goes through the codec of a released checkpoint (encode, decode) where its module uses it; the gradient passes
-as if nothing had been rounded (straight-through, Bengio et al. 2013, arXiv 1308.3432). So trainer and rollout compute with
-the same numbers, bit for bit. Rounding happens at each use, anew in a recomputed one: beside the weights nothing is kept,
-but without `engine.recompute` what a backward pass needs, a rounded copy of each weight.
+Each weight goes through the codec of a released checkpoint (encode, decode) where its layer runs; the gradient passes as
+if nothing had been rounded (straight-through, Bengio et al. 2013, arXiv 1308.3432). So trainer and rollout compute with the
+same numbers, bit for bit. Rounding happens at each run of a layer, anew in a recomputed one: beside the weights one layer's
+rounded ones are held, or without `engine.recompute` those of all layers that wait for their backward pass.
 """
 
 from __future__ import annotations
@@ -63,44 +63,44 @@ class _StraightThrough(torch.autograd.Function):
         return grads[0], None, None
 
 
-def install(module: nn.Module, parts: Parts, kinds: Mapping[str, str], scale: str) -> int:
-    """Let every forward pass through `module` use rounded weights; their number.
+def install(layer: nn.Module, parts: Parts, kinds: Mapping[str, str], scale: str) -> int:
+    """Let every forward pass through `layer` use rounded weights, whichever of its modules reads them; their number.
 
     Raises:
         UserError: a block of the format lies on two ranks, so that neither knows its scale.
     """
     blocks: dict[int, list[tuple[int, Part, str]]] = {}
-    owners = {
-        id(p): (owner, name, p) for owner in module.modules() for name, p in owner.named_parameters(recurse=False)
-    }
+    owners = {id(p): (owner, name, p) for owner in layer.modules() for name, p in owner.named_parameters(recurse=False)}
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, key) for key, (_, _, p) in owners.items())
     for name in parts.keys() & kinds.keys():
         for part in parts[name]:
             _check_blocks(name, part, kinds[name])
             address = part.view.data_ptr()
-            first, key = next((start, key) for start, end, key in spans if start <= address < end)
+            first, key = next(((start, key) for start, end, key in spans if start <= address < end), (0, 0))
+            if not key:
+                continue  # of another layer
             row = (address - first) // (part.view.stride(0) * part.view.element_size())
             blocks.setdefault(key, []).append((row, part, kinds[name]))
     for key, found in blocks.items():
         owner, name, param = owners[key]
         rows = [(slice(row, row + len(part.view)), kind) for row, part, kind in sorted(found, key=lambda b: b[0])]
         assert sum(r.stop - r.start for r, _ in rows) == len(param), f"{name} is quantised in part"
-        _shadow(owner, name, rows, scale)
+        _shadow(layer, owner, name, rows, scale)
     return len(blocks)
 
 
-def _shadow(owner: nn.Module, name: str, rows: Sequence[tuple[slice, str]], scale: str) -> None:
-    """During the owner's forward its attribute is the rounded weight: an instance's own attributes come before those that
-    torch keeps as parameters, which stay as they are for all else."""
+def _shadow(layer: nn.Module, owner: nn.Module, name: str, rows: Sequence[tuple[slice, str]], scale: str) -> None:
+    """During the layer's forward the owner's attribute is the rounded weight: an instance's own attributes come before those
+    that torch keeps as parameters, which stay as they are for all else."""
 
     def before(module: nn.Module, args: Any) -> None:
-        module.__dict__[name] = _StraightThrough.apply(module._parameters[name], rows, scale)
+        owner.__dict__[name] = _StraightThrough.apply(owner._parameters[name], rows, scale)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        module.__dict__.pop(name, None)
+        owner.__dict__.pop(name, None)
 
-    owner.register_forward_pre_hook(before)
-    owner.register_forward_hook(after, always_call=True)
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after, always_call=True)
 
 
 def _check_blocks(name: str, part: Part, kind: str) -> None:
