@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from moe_rl.config import Config, load_config
 from moe_rl.config.facts import LayerWidths, ModelFacts, TensorSize
 from moe_rl.config.plan_rules import plan_problems
+from moe_rl.errors import UserError
 from moe_rl.models.family import read_facts
 from moe_rl.planner.inventory import Inventory
 from moe_rl.planner.memory import ray_default_store
 from moe_rl.planner.plan import Plan
 from moe_rl.planner.search import changed, levers, search
 from moe_rl.planner.stages import balance
-from moe_rl.planning import read, run
+from moe_rl.planning import keep_comparison, read, run, with_rates
 
 GIB, GB = 2**30, 10**9
 
@@ -183,6 +184,20 @@ def test_rates_of_a_run_count(tmp_path):
     options = dict(hw="h100", files=(), search=False, as_json=True)
     plain = json.loads(run("dsv4-pro", [], measured=None, **options))["step"]["rollout"]
     assert json.loads(run("dsv4-pro", [], measured=tmp_path, **options))["step"]["rollout"] == pytest.approx(2 * plain)
+
+
+def test_a_runs_plan_is_kept_beside_what_it_measured(tmp_path):
+    config = load_config("dsv4-tiny", [])
+    assert keep_comparison(tmp_path, config) == ""  # nothing was measured
+    phases = {name: {"gpu_gib": 0.0, "host_gib": 4.0, "seconds": 2.0} for name in ("rollout", "update", "checkpoint")}
+    (tmp_path / "measured.json").write_text(json.dumps({"phases": phases, "step": 3}))
+    assert "host_gib" in keep_comparison(tmp_path, config)
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert kept["phases"]["update"]["host_gib"]["measured"] == 4.0
+    again = Plan.of(with_rates(config, tmp_path), read_facts(config.model.path)).timing
+    assert again.rollout == pytest.approx(2.0) and again.update == pytest.approx(2.0, rel=0.01)
+    with pytest.raises(UserError, match="plan.json does not exist"):
+        with_rates(config, tmp_path / "none")
 
 
 def test_more_tokens_take_more():

@@ -1,0 +1,75 @@
+"""What the planner says that a layer saves, against what autograd saves; and the tensors of a model, against its modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_rl.models.family import read_facts
+from moe_rl.planner.activations import saved_bytes
+from moe_rl.planner.inventory import Inventory
+from tests import small_qwen, small_v4
+from tests.distributed import run_ranks
+
+TOKENS = 64
+
+
+def _measure(rank: int, world: int, port: int, path: str, cases: list[tuple[str, int]]) -> dict[str, Any]:
+    """For each (dtype, chunk) and layer the bytes that autograd saves and those planned; the rank's tensors both ways."""
+    import numpy as np
+    import torch
+
+    from moe_rl.engine.batch import MicroBatch
+    from moe_rl.engine.engine import Engine
+
+    facts, found = read_facts(path), {"saved": []}
+    for i, (dtype, chunk) in enumerate(cases):
+        config = small_v4.run_config(path, engine__dtype=dtype, engine__attention_chunk=chunk)
+        engine = Engine.create(config, rank, world, f"file://{path}/meeting-{i}", random_init=True)
+        model, weights = engine.chunks[0], {p.untyped_storage().data_ptr() for p in engine.chunks[0].parameters()}
+        batch = MicroBatch.pack([np.arange(TOKENS) % facts.vocab_size])
+        packed, b = batch.packed_sequences(), 4 if dtype == "fp32" else 2
+        for width, layer in zip(facts.layers, model.layers.values(), strict=True):
+            n = facts.boundary // facts.hidden_size
+            x = torch.randn(TOKENS, n, facts.hidden_size, dtype=engine.transformer_config.params_dtype)
+            x.requires_grad_()
+            own, storages, kept = {x.untyped_storage().data_ptr(), *weights}, {}, []
+
+            def pack(t: Any, own: Any = own, storages: Any = storages, kept: Any = kept) -> Any:
+                kept.append(t)  # so that no address is used twice
+                if (place := t.untyped_storage().data_ptr()) not in own:
+                    storages[place] = t.untyped_storage().nbytes()
+                return t
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                if facts.family == "qwen":
+                    layer(x, attention_mask=packed, rotary_pos_emb=model._angles(packed))
+                else:
+                    layer(x, batch.tokens, packed)
+            planned = saved_bytes(width, TOKENS, b, chunk, facts.top_k)
+            found["saved"].append((dtype, chunk, sum(storages.values()), planned))
+        inventory = Inventory.of(config, facts)
+        shards = inventory.shards(inventory.stages[0])
+        found["trained"] = (
+            sorted(p.numel() for p in model.parameters() if p.requires_grad),
+            sorted(s.numel for s in shards),
+        )
+        rest = [p for p in model.parameters() if not p.requires_grad] + list(model.buffers())
+        found["others"] = sum(t.nbytes for t in rest), inventory.untrained_bytes(inventory.stages[0])
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("family", ["v4", "qwen"])
+def test_layers_save_what_is_planned(tmp_path, family):
+    path = (
+        small_v4.write_model(tmp_path / "m") if family == "v4" else small_qwen.write_model(tmp_path / "m", "qwen3_moe")
+    )
+    cases = [("bf16", 1024), ("bf16", 16), ("fp32", 16)] if family == "v4" else [("bf16", 16)]
+    found = run_ranks(_measure, 1, str(path), cases)[0]
+    assert len(found["saved"]) == len(cases) * len(read_facts(path).layers)
+    for dtype, chunk, measured, planned in found["saved"]:
+        assert planned == pytest.approx(measured, rel=0.05), (dtype, chunk)
+    assert found["trained"][0] == found["trained"][1]
+    assert found["others"][0] == found["others"][1]
