@@ -14,7 +14,7 @@ from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from tests.tiny_v4 import tiny_config
 
 
-@pytest.mark.parametrize("cases", ["attention", "logprob", "hyper", "experts"])
+@pytest.mark.parametrize("cases", ["attention", "logprob", "hyper", "experts", "model"])
 def test_interpreted_kernels_equal_plain_pytorch(cases):
     """In a process of its own: Triton asks whether to interpret when it is imported."""
     command = [sys.executable, "-W", "ignore", "-m", f"tests.{cases}_cases"]

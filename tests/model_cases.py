@@ -1,0 +1,53 @@
+"""The whole model with every kernel against the plain one: log-probs and all gradients, with full recompute.
+
+TRITON_INTERPRET=1 python -m tests.model_cases     # the kernels, interpreted on a CPU
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from moe_rl.models.deepseek_v4 import build
+from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
+from moe_rl.models.deepseek_v4.weights import trainer_views
+from moe_rl.models.packed import PackedSequences
+from tests.v4_oracle import fill, parity_config, random_sequences
+
+
+def results(backend: str, recompute: str) -> dict[str, torch.Tensor]:
+    """Log-probs of a pack of three sequences and the gradient of every parameter."""
+    arch = DeepseekV4Arch.from_dict(parity_config((0, 4, 8), num_hidden_layers=3, index_topk=1, sliding_window=4))
+    options = {"attention_backend": backend, "recompute": recompute}
+    with mock.patch.object(build, "_kernels_lack", lambda *_: ""):  # a CPU has what they need: an interpreter
+        model = build.build_chunk(arch, build.make_transformer_config(arch, **options)).train()
+    with torch.no_grad():
+        fill(trainer_views(model, arch), 1, arch.num_experts)
+    tokens, labels, weights = random_sequences((11, 1, 6), arch.vocab_size, seed=0)
+    packed = PackedSequences.from_lengths([len(t) for t in tokens])
+    out = model(torch.cat(tokens)[None], packed, torch.cat(labels)[None])
+    (out[0] * torch.cat(weights)).sum().backward()
+    return {"logprobs": out.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def main() -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    from moe_patches import cpu
+
+    cpu.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    wanted = results("plain", "off")
+    found = results("triton", "full")
+    assert found.keys() == wanted.keys()
+    worst = max((float((found[n] - w).norm() / (w.norm() + 1e-6)), n) for n, w in wanted.items())
+    print(f"off by {worst[0]:.1e} at most, {worst[1]}")
+    assert worst[0] < 2e-4, worst
+
+
+if __name__ == "__main__":
+    main()
