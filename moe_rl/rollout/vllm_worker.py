@@ -233,7 +233,7 @@ def _keep_live() -> None:
     so that the copy went to a placeholder and the old sinks stayed (vLLM #57795)."""
     from vllm.model_executor.model_loader.reload import meta
 
-    for names in (meta.SKIP_TENSORS, getattr(meta, "SKIP_LOAD_TENSORS", set())):
+    for names in (meta.SKIP_TENSORS, getattr(meta, "SKIP_LOAD_TENSORS", set[str]())):
         names.add("attn_sink")
 
 
