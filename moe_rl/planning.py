@@ -34,7 +34,7 @@ def run(
         UserError: the recipe or the model cannot be read, or its layout cannot be laid out at all.
     """
     from moe_rl.planner import search as finder
-    from moe_rl.planner.plan import Plan
+    from moe_rl.planner.plan import Plan, describe_problem
     from moe_rl.planner.text import describe
 
     config, facts = read(source, overrides, hw, files)
@@ -42,18 +42,15 @@ def run(
         config = with_rates(config, measured)
     found = [p.as_dict() if as_json else p.line() for p in finder.search(config, facts)] if search else None
     problems = plan_problems(config, facts)
-    try:
-        plan = Plan.of(config, facts, problems)
-    except UserError:
-        if not problems:
-            raise
-        rules = [{"id": p.rule, "ok": False, "what": p.headline, "why": p.why, "fix": p.fix} for p in problems]
+    if any(p.rule.startswith("layout.") for p in problems):  # there is nothing to lay out
+        rules = list(map(describe_problem, problems))
         more = {"search": found} if search else {}
         return (
             json.dumps({"rules": rules} | more, indent=1)
             if as_json
             else "\n".join(["rules that this breaks:", *(f"  {p.error()}" for p in problems), *_found(found)])
         )
+    plan = Plan.of(config, facts, problems)
     levers, fraction = finder.levers(plan), finder.least_offload(plan)
     if as_json:
         ways = {"levers": [dataclasses.asdict(lever) for lever in levers], "least_offload_fraction": fraction}

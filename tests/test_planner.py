@@ -75,13 +75,15 @@ def test_plan_is_quick_and_needs_no_torch():
     assert sum(found["host_gib"]["items"].values()) == pytest.approx(found["host_gib"]["max_node"])
     assert sum(found["gpu_gib"]["items"].values()) == pytest.approx(found["gpu_gib"]["max"])
     assert found["pipeline"]["bubble_fraction"] == pytest.approx(31 / 35)
-    assert found["model"]["params_total"] == pytest.approx(1.573e12, rel=1e-3) and found["rules"] == []
+    assert found["model"]["params_total"] == pytest.approx(1.573e12, rel=1e-3) and all(
+        rule["ok"] for rule in found["rules"]
+    )
 
 
 def test_a_broken_layout_is_named():
     text = run("dsv4-pro", ["layout.ep=7", "layout.stages=Ett|t*59L", "layout.pp=2"], hw=None, files=(), search=False,
                measured=None, as_json=True)  # fmt: skip
-    rules = {rule["id"] for rule in json.loads(text)["rules"]}
+    rules = {rule["id"] for rule in json.loads(text)["rules"] if not rule["ok"]}
     assert {"layout.experts", "layout.hash_layers", "layout.ep"} <= rules
 
 

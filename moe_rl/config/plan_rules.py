@@ -14,4 +14,7 @@ def plan_problems(config: Config, facts: ModelFacts) -> list[Problem]:
     problems = value_problems(config) + rules.layout_problems(config, facts)
     for rule in (rules._group, rules._batch, rules._sampling, rules._optimizer, rules._algorithm, rules._checkpoint):
         problems += rule(config)
+    if config.engine.device == "cuda" and config.engine.dtype == "bf16":
+        # then this rule asks for Transformer Engine on this machine, and the run is on another one
+        problems = [p for p in problems if p.rule != "optimizer.precision_aware"]
     return problems + list(rules._lengths(config, facts))

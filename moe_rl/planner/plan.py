@@ -29,6 +29,21 @@ class Rates:
 ROUTED_ID_BYTES = {True: 1, False: 2}  # an expert's number in R3's rows: one byte where all fit into it
 
 
+CHECKED = (
+    *(
+        f"layout.{name}"
+        for name in ("world", "ep", "vpp", "experts", "tp", "segments", "layers", "ends", "empty_stage")
+    ),
+    *("layout.hash_layers", "layout.too_many_stages", "rollout.group", "rollout.replicas", "rollout.positions"),
+    *("algorithm.minibatches", "engine.token_budget", "memory.gpu", "memory.host"),
+)
+
+
+def describe_problem(problem: Problem) -> dict[str, Any]:
+    """A broken rule as JSON has it."""
+    return {"id": problem.rule, "ok": False, "what": problem.headline, "why": problem.why, "fix": problem.fix}
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a configuration asks for. `problems` are the rules that it breaks."""
@@ -92,6 +107,11 @@ class Plan:
         if save := measured.get("checkpoint", {}).get("seconds", 0.0):
             rates.disk_gbps = machine.disk_gbps * t.save / save
         return rates
+
+    def kept(self) -> list[str]:
+        """Rules on layout, batch and memory that hold."""
+        broken = {problem.rule for problem in self.problems}
+        return [rule for rule in CHECKED if rule not in broken]
 
     def r3_bytes_per_token(self) -> int:
         """Of router replay: the experts that each layer chose for a token."""
@@ -183,9 +203,7 @@ class Plan:
                 "node_hours": seconds / 3600 * c.cluster.nodes,
                 "tokens_at_most": steps * c.data.prompts_per_step * c.rollout.n * t.longest,
             },
-            "rules": [
-                {"id": p.rule, "ok": False, "what": p.headline, "why": p.why, "fix": p.fix} for p in self.problems
-            ],
+            "rules": [*map(describe_problem, self.problems), *({"id": rule, "ok": True} for rule in self.kept())],
         }
 
 

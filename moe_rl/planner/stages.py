@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moe_rl.config.layout import format_stages
+
 
 def balance(
     costs: Sequence[float], segments: int, first: float = 0.0, last: float = 0.0, pinned: int = 0
@@ -41,8 +43,8 @@ def balance(
 
 
 def write(counts: Sequence[int]) -> str:
-    """Layers of each segment in the notation of layout.stages: [3, 2] -> ``Ettt|ttL``."""
+    """Layers of each segment in the notation of layout.stages: [3, 2] -> ``Et*3|ttL``."""
     parts = ["t" * count for count in counts]
     parts[0] = "E" + parts[0]
     parts[-1] += "L"
-    return "|".join(parts)
+    return format_stages(parts)

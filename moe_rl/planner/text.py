@@ -21,7 +21,7 @@ def describe(plan: Plan, levers: Sequence[str] = ()) -> str:
         "",
         f"GPU memory by phase, GiB, stage {fullest} (the fullest); a GPU has {gpu['limit']:g}:",
         *_table(memory.stages[fullest].gpu),
-        f"  between phases the trainer keeps {gpu['actor_mean']:.1f} GiB a GPU, mean over ranks",
+        f"  actor GPU memory between phases, mean over ranks: {gpu['actor_mean']:.1f} GiB ({gpu['actor_mean'] * GIB / 1e9:.1f} GB)",
         "",
         f"host memory by phase, GiB, the fullest node; it has {host['limit']:g}:",
         *_table(max(memory.nodes, key=lambda node: sum(max(node.values(), key=_sum).values()))),
