@@ -284,6 +284,7 @@ CASES = [
         "score model --tokens t.jsonl --out nowhere/o.jsonl",
         edit=write("t.jsonl", '{"tokens": [1, 2]}\n'),
     ),
+    Case("a refit of an unknown recipe", "config.recipe", "doctor --refit dsv4-tinny", says="nearest: dsv4-tiny"),
     Case("report of what is no run", "report.run_dir", "report model"),
     Case("a case the benchmark does not have", "bench.case", "bench optimizer --cases whole-offload0-fp23"),
     Case("a task the benchmark does not have", "bench.task", "bench optimizer --task grop", says="nearest: grpo"),
@@ -303,7 +304,7 @@ def outcome(case: Case, good: Path, work: Path) -> tuple[int, str]:
     if case.edit:
         case.edit(work)
     command = case.arguments.split()
-    if not command or command[0] not in ("train", "score", "report", "explain", "bench"):
+    if not command or command[0] not in ("train", "score", "report", "explain", "bench", "doctor"):
         command = ["train", "mine.yaml", *command]
     if command[0] == "train":
         command.append("--dry-run")
