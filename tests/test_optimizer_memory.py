@@ -33,14 +33,16 @@ SHARDS = [Shard(10, 10, fp32=True), Shard(60, 30), Shard(40, 20)]
             OptimizerMode(True, 1.0, 2, pinned_rounding=False),
             {"weights": 240, "gradients": 240, "masters": 0, "moments": 0},
             0,
-            720 + 240 + 120 + 80,  # what bf16 copies left pinned; plain masters take those blocks
+            720
+            + 240
+            + 60,  # what bf16 copies of 60 and 40 bytes left pinned; the fp32 parameter's master takes the latter
         ),
         # half: the fp32 parameter and the first bf16 one, 40 of 60 owned values
         (
             OptimizerMode(True, 0.5, 2, pinned_rounding=False),
             {"weights": 240, "gradients": 240, "masters": 80, "moments": 160},
             80,
-            480 + 240 + 120,
+            480 + 240 + 60,
         ),
         (
             OptimizerMode(False, 0.5, 2, pinned_rounding=False),

@@ -79,12 +79,12 @@ def optimizer_memory(shards: Sequence[Shard], mode: OptimizerMode) -> OptimizerM
 def _host(offloaded: Sequence[Shard], mode: OptimizerMode) -> dict[str, int]:
     """Host bytes of offloaded shards. A precision-aware master is a copy made by `float()`, in ordinary memory; other
     masters are pinned, tensor by tensor, and PyTorch rounds a pinned block up to a power of two. Gradients pass through
-    two pinned buffers of the largest's size (the patch `hybrid_staging`). megatron-core first pins each bf16 weight in bf16,
-    one after the other: PyTorch keeps a freed block, one of each size, until a tensor of that size asks for it."""
+    two pinned buffers of the largest's size (the patch `hybrid_staging`). Precision-aware, each bf16 shard is first pinned in
+    bf16, one after the other: PyTorch keeps a freed block, one of each size, until a tensor of that size asks for it."""
     host = {"masters": 0, "moments": 0, "pinned rounding": 0, "gradient staging": 0, "pinned left over": 0}
     sizes = []
     block = power_of_two if mode.pinned_rounding else int
-    left = {block(2 * shard.numel) for shard in offloaded if not shard.fp32}
+    left = {block(2 * shard.owned) for shard in offloaded if mode.precision_aware and shard.owned and not shard.fp32}
     for shard in offloaded:
         size = 4 * shard.owned
         host["masters"] += size
