@@ -92,7 +92,8 @@ def train(
         code = run_training(config, run_dir=directory, resume=resume)
         from moe_rl.planning import keep_comparison
 
-        print(keep_comparison(directory, config), end="\n")
+        if text := keep_comparison(directory, config):
+            print(text)
     except MoeRLError:
         raise
     except Exception as error:

@@ -225,7 +225,8 @@ class GRPOTrainer:
             raise
         finally:
             saves.abandon()
-        write_atomic(self.run.path / MEASURED, json.dumps({"phases": loop.measured, "step": state.step}, indent=1))
+        if loop.measured:  # a run that was done already keeps what it had
+            write_atomic(self.run.path / MEASURED, json.dumps({"phases": loop.measured, "step": state.step}, indent=1))
         return EXIT_DONE if state.step == config.trainer.steps else EXIT_SEGMENT
 
     def _steps(self, loop: Loop, saves: Checkpoints, metrics: MetricsWriter) -> None:
