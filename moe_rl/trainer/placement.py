@@ -140,6 +140,9 @@ class Cluster:
         """Start one worker process in its slot: ranks first, then replicas; its output goes to logs/NAME.log."""
         log = self.logs / f"{name}.log"
         log.touch()
+        environment = {} if self.on_gpu else dict(CPU_ENVIRONMENT)
+        if self.session:
+            environment["TMPDIR"] = str(self.session.path)  # what a killed worker leaves there goes with the session
         actor = (
             ray.remote(kind)
             .options(
@@ -150,7 +153,7 @@ class Cluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.group, placement_group_bundle_index=self.bundles[slot]
                 ),
-                runtime_env={"env_vars": {} if self.on_gpu else CPU_ENVIRONMENT},
+                runtime_env={"env_vars": environment},
             )
             .remote(str(log))
         )
