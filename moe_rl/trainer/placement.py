@@ -113,7 +113,7 @@ class Cluster:
             sizes = [(1, 1)] * (nodes * ranks) + [(1, 0)] * replicas
             self.bundles = list(range(len(sizes)))
         else:
-            sizes = [(ranks + len(range(node, replicas, nodes)), ranks) for node in range(nodes)]
+            sizes = [(ranks + -(-replicas // nodes), ranks)] * nodes
         bundles = [{"CPU": cpus, **({"GPU": gpus} if self.on_gpu and gpus else {})} for cpus, gpus in sizes]
         self.group = placement_group(bundles, strategy="PACK" if self.session else "STRICT_SPREAD")
         if not self.group.wait(timeout_seconds=START_S):
@@ -127,8 +127,7 @@ class Cluster:
         placed = placement_group_table(self.group)["bundles_to_node_id"]
         self.nodes = {bundle: names[node] for bundle, node in placed.items()}
         if not self.session:
-            # those with a replica less are as good: only the first may be asked for more than they hold
-            order = sorted(self.nodes, key=lambda bundle: (-bundles[bundle]["CPU"], natural(self.nodes[bundle])))
+            order = sorted(self.nodes, key=lambda bundle: natural(self.nodes[bundle]))
             self.bundles = [order[rank // ranks] for rank in range(nodes * ranks)]
             self.bundles += [order[i % nodes] for i in range(replicas)]
 
