@@ -28,8 +28,16 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", "sm90", 79.0)
 VERSIONS = {"python": "3.12.11", "torch": "2.11.0", "ray": "2.60.0", "megatron-core": "0.19.2"}
 GOOD = NodeFacts("n1", "x86_64", VERSIONS, (H100,) * 8, 2000.0, 900.0, 60000.0, True, {29500: True})
 NODES = [replace(GOOD, name=f"n{i}") for i in range(64)]
-PRO = load_config("dsv4-pro", ["cluster.port=29500"], hw="h100")
-NEEDS = Needs.of(PRO, read_facts(PRO.model.path))
+NEEDS = Needs(
+    gpus=8,
+    gpu_gib=[60.0] * 64,
+    host_gib=[520.0] * 2 + [365.0] * 62,  # stage 0, on two nodes, has most layers
+    shm_gib=32.0,
+    disk_gib=8790.0,
+    gpu_arch="sm90",
+    cpu_arch="x86_64",
+    ports=(29500,),
+)
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,11 @@ def test_several_nodes_are_all_named():
 
 def test_needs_of_the_reference_run():
     """Stage 0 has most layers, so its two nodes need most host memory (verl PR #8383 measured 558 GB there)."""
-    assert len(NEEDS.host_gib) == 64 and NEEDS.host_gib[0] == NEEDS.host_gib[1] == max(NEEDS.host_gib)
-    assert NEEDS.host_gib[0] > 1.2 * NEEDS.host_gib[5] and NEEDS.gpus == 8 and NEEDS.shm_gib == 32.0
+    config = load_config("dsv4-pro", ["cluster.port=29500"], hw="h100")
+    needs = Needs.of(config, read_facts(config.model.path))
+    assert len(needs.host_gib) == 64 and needs.host_gib[0] == needs.host_gib[1] == max(needs.host_gib)
+    assert needs.host_gib[0] > 1.2 * needs.host_gib[5] and (needs.gpus, needs.shm_gib) == (8, 32.0)
+    assert (needs.gpu_arch, needs.cpu_arch, needs.ports) == ("sm90", "x86_64", (29500,))
 
 
 # ------------------------------------------------------------------------------------------------------- real machines

@@ -12,6 +12,8 @@ VARIABLES = {  # of two that set one key the later one counts
     "ROLLOUT_ENGINE": "rollout.engine",
     "ROLLOUT_MOE_BACKEND": "rollout.moe_backend",
     "ROLLOUT_LINEAR_BACKEND": "rollout.linear_backend",
+    "ROUTER_REPLAY_MODE": "rollout.router_replay",
+    "KV_CACHE_DTYPE": "rollout.kv_cache_dtype",
     "RESPONSE_LENGTH": "rollout.max_response",
     "PROMPT_LENGTH": "data.max_prompt",
     "TRAIN_FILE": "data.train",
