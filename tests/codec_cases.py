@@ -1,7 +1,4 @@
-"""What the codec must give: a reference in exact fractions, adversarial tensors, and the fused kernels against the plain ones.
-
-TRITON_INTERPRET=1 python -m tests.codec_cases     # the kernels, interpreted on a CPU
-"""
+"""What the codec must give: a reference in exact fractions, adversarial tensors, and the fused kernels against the plain ones."""
 
 from __future__ import annotations
 

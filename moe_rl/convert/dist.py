@@ -13,7 +13,7 @@ import json
 import os
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +46,10 @@ class _Chunk(NamedTuple):
 
 
 class DistReader:
-    """Reads boxes of the tensors of a dist-checkpoint; `check` is called with the name of each file before it is read."""
+    """Reads boxes of the tensors of a dist-checkpoint."""
 
-    def __init__(self, root: Path, check: Callable[[str], None] | None = None) -> None:
-        self.root, self._check, self._checked = root, check, set[str]()
+    def __init__(self, root: Path) -> None:
+        self.root = root
         metadata = FileSystemReader(str(root)).read_metadata()
         self.dtypes: dict[str, torch.dtype] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -143,9 +143,6 @@ class DistReader:
     def _numbers(self, key: str, chunk: _Chunk) -> int:
         """First byte of a chunk's numbers in its file."""
         info = chunk.info
-        if self._check is not None and info.relative_path not in self._checked:
-            self._check(info.relative_path)
-            self._checked.add(info.relative_path)
         place = (info.relative_path, info.offset)
         if place not in self._places:
             path = self.root / info.relative_path
@@ -193,8 +190,8 @@ class _Window(io.RawIOBase):
 class DistValues:
     """Values of released tensors out of a dist-checkpoint."""
 
-    def __init__(self, root: Path, slots: Sequence[Slot], check: Callable[[str], None] | None = None) -> None:
-        self._reader = DistReader(root, check)
+    def __init__(self, root: Path, slots: Sequence[Slot]) -> None:
+        self._reader = DistReader(root)
         self._slots: dict[str, Slot] = {block.name: slot for slot in slots for block in slot.blocks}
         self._held: OrderedDict[str, torch.Tensor] = OrderedDict()
 
@@ -214,6 +211,11 @@ class DistValues:
         for block in blocks:
             whole[block.inside] = block.place.view(parameter)
         return whole[start:stop]
+
+    def files(self, names: Iterable[str]) -> list[str]:
+        """The files that released tensors are in."""
+        keys = {stored.key for name in names for stored in self._slots[name].stored}
+        return sorted({file for key in keys & self._reader.shapes.keys() for file in self._reader.files(key)})
 
     def _parameter(self, slot: Slot) -> torch.Tensor:
         if slot.name not in self._held:

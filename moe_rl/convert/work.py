@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from moe_rl.models.wire import E8M0, FP8_BLOCK, MXFP4_BLOCK, scale_name
 @dataclass
 class Done:
     """What became of a unit: `blocks` are quantised blocks, `kept` those under their released scale; `peak` is the most
-    memory that the process had by then, in bytes."""
+    memory that the process had by then, in bytes; `sha256` is for a dist-checkpoint's digests."""
 
     file: str
     nbytes: int
+    mtime_ns: int
     sha256: str
     results: list[Any]
     kept: int = 0
@@ -55,9 +57,10 @@ class Worker:
         self._origin = Reader(plan.origin, plan.origin_stored) if plan.origin else None
         self._values: DistValues | None = None
         if plan.source_kind == "dist":
-            self._values = DistValues(plan.request.source, plan.slots, self._check)
-            for file in sorted(plan.request.source.glob(f"{CARRIED}/*.safetensors")):
-                self._check(f"{CARRIED}/{file.name}")
+            self._values = DistValues(plan.request.source, plan.slots)
+            self._check(
+                f"{CARRIED}/{file.name}" for file in sorted((plan.request.source / CARRIED).glob("*.safetensors"))
+            )
         self._dtype = torch_dtype(plan.dtype)
         self._kept = self._blocks = 0
 
@@ -71,26 +74,45 @@ class Worker:
         path = self.root / unit.file
         path.parent.mkdir(exist_ok=True)
         results: list[Any] = []
+        if self._values is not None:
+            self._check(self._values.files(self._sources(unit)))
         if unit.tensors is None:
             results, digest = write_file(self.root, unit.file, unit.chunks, unit.items, self._fill, self.progress)
         else:
-            self._write_tensors(unit)
             from moe_rl.engine.hashed import sha256
 
-            digest = sha256(path)
-        return Done(unit.file, path.stat().st_size, digest, results, self._kept, self._blocks, peak_bytes())
+            self._write_tensors(unit)
+            digest = sha256(path) if self.plan.request.to == "dist" else ""
+        stat = path.stat()
+        return Done(unit.file, stat.st_size, stat.st_mtime_ns, digest, results, self._kept, self._blocks, peak_bytes())
 
-    def _check(self, file: str) -> None:
-        """UserError if a file of the source dist-checkpoint is not the one that was saved; once for all processes.
+    def _sources(self, unit: Unit) -> set[str]:
+        """The released tensors whose values a unit takes from a dist-checkpoint."""
+        if unit.tensors is None:
+            return {block.name for chunk in unit.chunks for block in chunk.slot.blocks}
+        if self.plan.request.to == "dist":
+            return set()
+        return {self._owner(piece.name).name for piece in unit.tensors.pieces} - self._extras
 
-        Right before it is read: it then comes from the page cache, and files that nothing is read from are left alone.
+    def _check(self, files: Iterable[str]) -> None:
+        """UserError if a file of the source dist-checkpoint is not the one that was saved.
+
+        Right before they are read: they then come from the page cache. Processes that need the same files share them out.
         """
-        mark = self.root.parent / "checked" / file
-        if not mark.exists():
-            if changed_files(self.plan.request.source, [file]):
-                raise broken(self.plan.request.source, [f"{file} is not the file that was saved"])
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+        marks = {file: self.root.parent / "checked" / file for file in files}
+        for wait in (fcntl.LOCK_NB, 0):
+            for file, mark in marks.items():
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                with open(f"{mark}.lock", "w") as lock:
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | wait)
+                    except BlockingIOError:
+                        continue
+                    if mark.exists():
+                        continue
+                    if changed_files(self.plan.request.source, [file]):
+                        raise broken(self.plan.request.source, [f"{file} is not the file that was saved"])
+                    mark.touch()
 
     # ---------------------------------------------------------------------------------------------------------- values
     def _rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
