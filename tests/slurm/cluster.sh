@@ -64,7 +64,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 ReturnToService=2
-SlurmdTimeout=30
+SlurmdTimeout=45
 KillWait=30
 CompleteWait=0
 MinJobAge=3600
