@@ -178,7 +178,9 @@ def test_a_run_replays_what_the_rollout_chose(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_both_modes_of_qwen(tmp_path, mode):
-    config = load_config("qwen3-moe-tiny", [*SMALL, *ONE, f"rollout.router_replay={mode}", "algorithm.minibatches=2"])
+    config = load_config(
+        "qwen3-moe-tiny", [*SMALL, *ONE, "layout.tp=1", f"rollout.router_replay={mode}", "algorithm.minibatches=2"]
+    )
     assert GRPOTrainer(config, run_dir=tmp_path / "run").fit() == 0
     for step in read(tmp_path / "run" / "metrics.jsonl"):
         assert step["replay/coverage"] == 1.0 and step["mismatch/logprob_abs_max"] < 1e-4
