@@ -45,7 +45,7 @@ def _codes(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, to
     top, half = torch.iinfo(word).bits - 1, 1 << mantissa - 1
     bits = blocks.view(word)
     magnitude = bits & torch.iinfo(word).max
-    # Masks by sign-extending shifts, and results in place: torch's comparisons on a CPU cost seven times a shift
+    # Masks by sign-extending shifts, and results in place: torch's comparisons on a CPU cost five times a shift
     nonzero = (-magnitude).bitwise_right_shift_(top)
     number = magnitude.sub_((scales.to(word) - 1 << mantissa)[:, None]).bitwise_and_(nonzero)  # times `half`
     # Numbers outside 0 to 7, bits of the mantissa that no code has, and number 1, which alone becomes negative here
