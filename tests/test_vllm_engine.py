@@ -57,6 +57,8 @@ class Trainer:
         """Largest difference of a sampled log-prob from transformers' at the request's temperature."""
         worst = 0.0
         for request, done in zip(requests, completions, strict=True):
+            if not len(done.tokens):
+                continue
             tokens = torch.tensor([*request.prompt, *done.tokens.tolist()])
             with torch.no_grad():
                 expected = token_logprobs(self.model, tokens, request.temperature or 1.0)[len(request.prompt) - 1 :]
@@ -118,6 +120,14 @@ def _update_in_flight(engine, requests, packets, version):
     first.join()
     update.join()
     return was_running, *found
+
+
+def _generate_within(engine, requests, seconds):
+    engine._timeout_s = seconds
+    try:
+        return engine.generate(requests)
+    finally:
+        engine._timeout_s = None
 
 
 def _generate_and_send(engine, requests, signal_number):
@@ -183,6 +193,17 @@ def test_an_update_waits_for_requests_in_flight(engine):
     assert trainer.distance(requests, before) < 1e-5
     trainer.packets(11)
     assert trainer.distance(requests, after) < 1e-5
+
+
+def test_what_is_not_done_in_time_is_aborted_and_the_engine_goes_on(engine):
+    trainer, requests = Trainer(), asks(16, 50)
+    engine.call(_receive, trainer.packets(15), 15)
+    cut = engine.call(_generate_within, requests, 0.02)
+    assert "aborted" in {c.finish_reason for c in cut} and trainer.distance(requests, cut) < 1e-5
+    done = engine.call(_generate, requests)
+    assert "aborted" not in {c.finish_reason for c in done} and trainer.distance(requests, done) < 1e-5
+    for a, b in zip(cut, done, strict=True):  # what was sampled in time is the start of the same
+        assert a.tokens.tolist() == b.tokens[: len(a.tokens)].tolist()
 
 
 def test_experts_left_in_the_checkpoints_layout_are_wrong(engine):
