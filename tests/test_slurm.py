@@ -51,6 +51,7 @@ class Slurm:
     def __init__(self, root: Path, work: Path) -> None:
         self.root, self.work = root, work
         own = {"SLURM_CONF": str(root / "etc" / "slurm.conf"), "HW": "cpu", "VENV": sys.prefix}
+        own["SBATCH_SIGNAL"] = "B:USR1@150"  # for what a job submits, too; by default 40 minutes before the limit
         paths = os.pathsep.join([f"{ROOT}", f"{ROOT / 'patches'}"])
         search = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
         self.environment = os.environ | own | {"PYTHONPATH": paths, "PATH": search, "TMPDIR": str(root / "t")}
@@ -148,7 +149,7 @@ def uncut(reward: str, slurm: Slurm, tmp_path: Path) -> Iterator[Run]:
 
 
 def test_a_run_outlives_its_time_limit_and_a_lost_node(slurm: Slurm, reward: str, uncut: Run, tmp_path: Path):
-    options = ("--nodes=2", "--time=30", "--signal=B:USR1@150")
+    options = ("--nodes=2", "--time=30")
     job = slurm.submit(tmp_path / "run", reward, "reward.args.delay=0.8", options=options)
     job.wait_for(lambda: job.step() >= 2, "step 2")
     assert job.nodes() == {
