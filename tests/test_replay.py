@@ -145,7 +145,7 @@ def test_experts_that_do_not_fit_are_refused():
             packed_routes([wrong], [4], arch)
 
 
-def test_a_router_that_does_not_replay_is_noticed():
+def test_a_router_that_does_not_replay_is_noticed(megatron_world):
     """Fewer choices taken than were given: the run says so, and does not go on."""
     import torch
 
@@ -157,12 +157,8 @@ def test_a_router_that_does_not_replay_is_noticed():
     routing = Routing(batch.routes)
     routing.replayed[0] = torch.tensor(3)
     replay.passed.append((batch, routing, [0, 1]))  # type: ignore[arg-type]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RunFailed, match="3 of 6 choices"):
-            replay.coverage(SimpleNamespace(tp=1, device="cpu"))  # type: ignore[arg-type]
-    finally:
-        torch.distributed.destroy_process_group()
+    with pytest.raises(RunFailed, match="3 of 6 choices"):
+        replay.coverage(SimpleNamespace(tp=1, device="cpu"))  # type: ignore[arg-type]
 
 
 def test_a_run_replays_what_the_rollout_chose(tmp_path):
