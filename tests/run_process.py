@@ -77,7 +77,8 @@ class Run:
         for done in range(self.step() + 1, step):
             self.wait_for(lambda done=done: self.step() >= done, f"step {done}")
             taken, began = time.monotonic() - began, time.monotonic()
-        time.sleep(share * taken)
+        while time.monotonic() < began + share * taken and self.step() < step:  # a first step takes longer than others
+            time.sleep(0.005)
 
     def running(self) -> bool:
         """Whether this attempt's workers hold the weights: it has cut back the records and written the manifest."""

@@ -246,6 +246,7 @@ RESHARD = [
     mode("mixed", "bf16", 0.5, True),
     mode("bf16", "bf16", 0.5),
 ]
+PAIRWISE = RESHARD[::2]  # every weight type, gradient type, share and kind of optimizer once more
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"ep2": (2, EP2), "pp2": (2, PP2), "dp2 ep2": (4, EP2)}
 
 

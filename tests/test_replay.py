@@ -172,10 +172,9 @@ def test_a_run_replays_what_the_rollout_chose(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_both_modes_of_qwen(tmp_path, mode):
+def test_a_run_of_qwen_replays_what_the_trainer_chose(tmp_path):
     config = load_config(
-        "qwen3-moe-tiny", [*SMALL, *ONE, "layout.tp=1", f"rollout.router_replay={mode}", "algorithm.minibatches=2"]
+        "qwen3-moe-tiny", [*SMALL, *ONE, "layout.tp=1", "rollout.router_replay=R2", "algorithm.minibatches=2"]
     )
     assert GRPOTrainer(config, run_dir=tmp_path / "run").fit() == 0
     for step in read(tmp_path / "run" / "metrics.jsonl"):

@@ -224,36 +224,6 @@ def test_trainer_killed_and_then_asked_to_stop(start: Start, tmp_path: Path, uni
     check_same(run_dir, uninterrupted, attempts=3)
 
 
-def test_killed_and_asked_to_stop_in_a_save_beside_the_training(
-    start: Start, tmp_path: Path, uninterrupted: Path
-) -> None:
-    """What is in flight when a trainer dies is no checkpoint; what is in flight when the run is asked to stop becomes one."""
-    run_dir = tmp_path / "run"
-
-    def begin() -> Run:
-        """A run that is writing a checkpoint beside its steps."""
-        run = start(run_dir, "checkpoint.async_save=true")
-        run.wait_for(run.running, "its workers")
-        first = run.step() + 3  # there is a checkpoint before it
-        run.wait_for(lambda: run.step() >= first, f"step {first}")
-        run.wait_for(lambda: list((run_dir / "checkpoints").glob(".writing_*")), "a save")
-        return run
-
-    run = begin()
-    os.kill(run.worker("trainer_1"), signal.SIGKILL)
-    check_death(run, "trainer_1")
-
-    run = begin()
-    os.killpg(run.process.pid, signal.SIGTERM)
-    assert run.wait() == 75, run.stderr()
-    check_nothing_left(run)
-    assert latest(run_dir).name == f"step_{run.step():06d}" and damage(latest(run_dir)) == []
-
-    run = start(run_dir)
-    assert run.wait() == 0, run.stderr()
-    check_same(run_dir, uninterrupted, attempts=3)
-
-
 def test_rollout_killed_and_then_interrupted(start: Start, tmp_path: Path, uninterrupted: Path) -> None:
     run_dir = tmp_path / "run"
     run = start(run_dir)

@@ -18,8 +18,6 @@ from tests.test_wrong_input import write_good
 MODEL = ASSETS / "models" / "dsv4-tiny"
 LENGTHS = (1, 40, 2, 3, 129, 1, 17, 64, 8, 5)
 LAYOUTS = {
-    "DP2": ["cluster.gpus_per_node=2"],
-    "PP2": ["layout.pp=2", "cluster.gpus_per_node=2"],
     "PP2 uneven": ["layout.pp=2", "layout.stages=Ettt|tL", "cluster.gpus_per_node=2"],
     "EP2": ["layout.ep=2", "cluster.gpus_per_node=2"],
     "VPP2": ["layout.pp=2", "layout.vpp=2", "cluster.gpus_per_node=2", "engine.max_tokens_per_micro_batch=64"],
@@ -43,7 +41,7 @@ def score(source: Path, tokens: list[list[int]], work: Path, *overrides: str) ->
     return [np.array(row["logprobs"]) for row in rows]
 
 
-def close(found: list[np.ndarray], expected: list[np.ndarray], tolerance: float = 1e-5) -> None:
+def assert_close(found: list[np.ndarray], expected: list[np.ndarray], tolerance: float = 1e-5) -> None:
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.shape == b.shape and np.abs(a - b).max(initial=0.0) <= tolerance, (i, np.abs(a - b).max(initial=0.0))
 
@@ -137,25 +135,25 @@ def expected() -> list[np.ndarray]:
 
 @pytest.mark.slow
 def test_one_process_agrees_with_transformers(expected: list[np.ndarray], tmp_path: Path, capsys):
-    close(score(MODEL, sequences(LENGTHS), tmp_path), expected)
+    assert_close(score(MODEL, sequences(LENGTHS), tmp_path), expected)
     assert capsys.readouterr().out == f"{tmp_path}/out.jsonl: log-probs of {len(LENGTHS)} sequences\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_agrees(layout: str, expected: list[np.ndarray], tmp_path: Path):
-    close(score(MODEL, sequences(LENGTHS), tmp_path, *LAYOUTS[layout]), expected)
+    assert_close(score(MODEL, sequences(LENGTHS), tmp_path, *LAYOUTS[layout]), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["DP2", "VPP2"])
-def test_fewer_sequences_than_the_layout_has_slots(layout: str, expected: list[np.ndarray], tmp_path: Path):
-    third = sequences(LENGTHS)[3]
-    close(score(MODEL, [third], tmp_path, *LAYOUTS[layout]), [expected[3]])
+@pytest.mark.parametrize("layout", [["cluster.gpus_per_node=2"], LAYOUTS["VPP2"]], ids=["DP2", "VPP2"])
+def test_fewer_sequences_than_the_layout_has_slots(layout: list[str], expected: list[np.ndarray], tmp_path: Path):
+    third, [found] = expected[3], score(MODEL, [sequences(LENGTHS)[3]], tmp_path, *layout)
+    assert found.shape == third.shape and np.abs(found - third).max() <= 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a run and three scorings
+@pytest.mark.timeout(600)  # a run and two scorings
 def test_a_checkpoint_scores_as_the_run_sampled(tmp_path: Path, capsys):
     """Step 2 sampled from the weights that step 1 saved: transformers' sampled log-probs are those of the checkpoint."""
     from moe_rl.data.tokenizer import load_tokenizer
@@ -173,11 +171,10 @@ def test_a_checkpoint_scores_as_the_run_sampled(tmp_path: Path, capsys):
     def response(rows: list[np.ndarray]) -> list[np.ndarray]:
         return [row[len(prompt) - 1 :] for row, prompt in zip(rows, prompts, strict=True)]
 
-    one = ["layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=1"]
     first = directory / "checkpoints" / "step_000001"
     own_layout = score(first, tokens, tmp_path)  # the run's four ranks, of which no override speaks
-    close(response(own_layout), [np.array(line["rollout_logprobs"]) for line in step2])
-    close(response(own_layout), [np.array(line["trainer_logprobs"]) for line in step2])
-    close(score(first, tokens, tmp_path, *one), own_layout)
+    assert_close(response(own_layout), [np.array(line["rollout_logprobs"]) for line in step2])
+    assert_close(response(own_layout), [np.array(line["trainer_logprobs"]) for line in step2])
+    one = ["layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=1"]
     newest = score(directory, tokens, tmp_path, *one)  # a run directory means its newest checkpoint
     assert max(np.abs(a - b).max() for a, b in zip(newest, own_layout, strict=True)) > 1e-3
