@@ -8,9 +8,7 @@ import queue
 import shutil
 import socket
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -71,13 +69,3 @@ def run_ranks(fn: Callable, world: int, *args: Any, timeout: float = 300.0) -> l
             if p.is_alive():
                 p.kill()
     return [out[r] for r in range(world)]
-
-
-def side_by_side(check: Callable[[Path, list], Any], items: Sequence[Any], directory: Path) -> list[Any]:
-    """`check(directory of its own, half)` for both halves of `items` at once: for ranks that keep one core busy each."""
-    halves = [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
-    places = [directory / "first half", directory / "second half"]
-    for place in places:
-        place.mkdir()
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(check, places, halves))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_rl.errors import RunFailed, UserError
-from tests.distributed import run_ranks, side_by_side
+from tests.distributed import run_ranks
 from tests.small_v4 import write_model
 from tests.test_engine_layouts import EP2
 from tests.test_optimizer_modes import ALL, FAST, SAME_LAYOUT, Mode, _engine, _steps, _stored, describe, mode
@@ -109,10 +109,9 @@ def test_they_do_on_several_ranks_and_in_both_formats(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_they_do_in_all_modes(model, tmp_path):
-    """Each in one of the two formats by turns, so that each share and kind of optimizer meets both."""
-    modes = [keys | (SAME_LAYOUT if i % 2 else {}) for i, keys in enumerate(ALL)]
-    side_by_side(lambda directory, half: _check_saves(model, directory, half), modes, tmp_path)
+@pytest.mark.parametrize("keys", [{}, SAME_LAYOUT], ids=["reshardable", "same layout"])
+def test_they_do_in_all_modes(model, tmp_path, keys):
+    _check_saves(model, tmp_path, [m | keys for m in ALL])
 
 
 @pytest.mark.parametrize("keys", [{}, SAME_LAYOUT], ids=["reshardable", "same layout"])
