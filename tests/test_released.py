@@ -18,7 +18,7 @@ from moe_rl.models.load import check_released, load_released
 from moe_rl.models.weights import Part, torch_dtype, whole_parts
 from moe_rl.models.wire import Wire
 from tests.released_v4 import dequantised, released_config, write_released
-from tests.test_score import close, score
+from tests.test_score import assert_close, score
 
 TABLE = weight_table(DeepseekV4Arch.from_dict(released_config()))
 
@@ -107,7 +107,7 @@ def draw_tokens(vocab: int = 150) -> list[list[int]]:
 @pytest.mark.slow
 def test_scores_are_transformers_on_the_dequantised_weights(released: Path, tmp_path: Path):
     found = score(released, draw_tokens(), tmp_path, "cluster.gpus_per_node=1")
-    close(found, reference_scores(released, draw_tokens()), 1e-4)
+    assert_close(found, reference_scores(released, draw_tokens()), 1e-4)
 
 
 @pytest.mark.slow
@@ -118,7 +118,9 @@ def test_a_converted_one_scores_alike(released: Path, tmp_path: Path):
 
     convert(Request(released, tmp_path / "dist", "dist", pp=2))
     layout = ["layout.pp=2", "layout.ep=2", "cluster.gpus_per_node=4"]
-    close(score(tmp_path / "dist", draw_tokens(), tmp_path, *layout), reference_scores(released, draw_tokens()), 1e-4)
+    assert_close(
+        score(tmp_path / "dist", draw_tokens(), tmp_path, *layout), reference_scores(released, draw_tokens()), 1e-4
+    )
 
 
 @pytest.mark.slow
@@ -145,7 +147,7 @@ def test_runs_start_from_every_form(tmp_path: Path):
     shutil.copytree(tmp_path / "run-dist" / "checkpoints" / "step_000001", tmp_path / "taken")
     tokens = [[1, 2, 3, 4, 5]]
     one = ["layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=1"]
-    close(
+    assert_close(
         score(tmp_path / "taken", tokens, tmp_path, "cluster.gpus_per_node=1"),
         score(tmp_path / "run-dist", tokens, tmp_path, *one),
     )
