@@ -13,19 +13,20 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "megatron", "transformers", "ray", "vllm", "matplotlib")
 ROOMS = {
     "errors": set(),
+    "durable": set(),
     "config": {"errors"},
     "planner": {"config", "errors"},
     "launch": {"config", "planner", "errors"},
     "preflight": {"config", "planner", "launch", "errors"},
     "grpo": {"errors"},
-    "models": {"config", "errors"},
+    "models": {"config", "durable", "errors"},
     "reshard": {"models", "errors"},
     "data": {"config", "errors"},
     "rewards": {"config", "data", "errors"},
-    "observe": {"config", "errors"},
+    "observe": {"config", "durable", "errors"},
     "rollout": {"config", "models", "reshard", "errors"},
     "engine": {"config", "models", "errors"},
-    "bench": {"config", "models", "observe", "trainer", "errors"},
+    "bench": {"config", "durable", "models", "observe", "trainer", "errors"},
 }
 FORBIDDEN = {  # third-party packages a room must not know
     "config": set(HEAVY),

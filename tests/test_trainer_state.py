@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_rl.durable import write_atomic
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.trainer.state import SHARD_DIGESTS, RunDirectory, RunState, read_state, verify, write_atomic
+from moe_rl.trainer.state import SHARD_DIGESTS, RunDirectory, RunState, read_state, verify
 
 
 def shards(content: bytes = b"weights"):

@@ -18,9 +18,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from moe_rl.durable import write_atomic
 from moe_rl.observe.curves import compare, series
 from moe_rl.observe.metrics import read_metrics
-from moe_rl.trainer.state import write_atomic
 
 SCORED = 5  # last steps that the score is the mean of
 WARM_UP = 2  # first steps that are in no median

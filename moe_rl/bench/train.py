@@ -12,9 +12,9 @@ from moe_rl.bench.table import machine
 from moe_rl.config import load_config
 from moe_rl.config.problem import raise_all
 from moe_rl.config.rules import scoring_problems
+from moe_rl.durable import write_atomic
 from moe_rl.errors import UserError
 from moe_rl.models.family import read_config, read_facts
-from moe_rl.trainer.state import write_atomic
 
 ONE_PROCESS = ("layout.tp=1", "layout.pp=1", "layout.ep=1", "layout.etp=1", "layout.vpp=1", "layout.stages=")
 

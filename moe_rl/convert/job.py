@@ -28,6 +28,7 @@ from typing import Any
 
 from moe_rl.convert.plan import CARRIED, Plan, Request, Unit, carried_pieces, make_plan
 from moe_rl.convert.work import Done, Worker, peak_bytes, run_in_process, start_process
+from moe_rl.durable import sync, write_atomic
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_config
 from moe_rl.models.headers import DIST_DIGESTS, INDEX
@@ -110,7 +111,7 @@ def convert(
         ordered = [done[n] for n in range(len(plan.units))]
         _finish(plan, out, ordered)
         os.rename(out, target)
-        _sync(target.parent)
+        sync(target.parent)
     shutil.rmtree(work, ignore_errors=True)
     report_bytes = sum(f.stat().st_size for f in source.iterdir() if f.suffix in (".safetensors", ".distcp"))
     return Report(
@@ -181,7 +182,7 @@ def _take_over(work: Path, request: Request, restart: bool) -> Callable[[int, Un
     if before is None:
         for before_it in (done, work / "out", work / "checked"):
             shutil.rmtree(before_it, ignore_errors=True)
-        _write(file, json.dumps(job, indent=1).encode())
+        write_atomic(file, json.dumps(job, indent=1).encode())
     done.mkdir(exist_ok=True)
 
     def find(number: int, unit: Unit) -> Done | None:
@@ -199,25 +200,7 @@ def _take_over(work: Path, request: Request, restart: bool) -> Callable[[int, Un
 
 
 def _record(work: Path, number: int, done: Done) -> None:
-    _write(work / "done" / f"{number:06d}", pickle.dumps(done))
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, and on disk."""
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_atomic(work / "done" / f"{number:06d}", pickle.dumps(done))
 
 
 def _check_disk(plan: Plan, done: dict[int, Done], work: Path) -> None:
@@ -330,11 +313,11 @@ def _finish(plan: Plan, out: Path, done: list[Done]) -> None:
             "metadata": {"total_size": sum(f.nbytes for f in tensors)},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        _write(out / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-        _write(out / "config.json", (json.dumps(_config(plan), indent=2) + "\n").encode())
+        write_atomic(out / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        write_atomic(out / "config.json", (json.dumps(_config(plan), indent=2) + "\n").encode())
     for file in (p for p in out.rglob("*") if p.is_file()):
-        _sync(file)
-    _sync(out)
+        sync(file)
+    sync(out)
 
 
 def _config(plan: Plan) -> dict[str, Any]:
@@ -371,7 +354,7 @@ def _finish_dist(plan: Plan, out: Path, done: list[Done]) -> None:
         layout = {n: [s.file, s.dtype, list(s.shape), s.offset] for n, s in plan.origin_stored.items()}
         before = plan.origin / "layout.json" if plan.origin and plan.origin.name == CARRIED else None
         text = before.read_bytes() if before else json.dumps(layout).encode()
-        _write(out / CARRIED / "layout.json", text)
+        write_atomic(out / CARRIED / "layout.json", text)
     digests = {d.file: d.sha256 for d in done}
     digests |= {name: sha256(out / name) for name in files(out) if name not in digests}
-    _write(out / DIST_DIGESTS, json.dumps(dict(sorted(digests.items())), indent=1).encode())
+    write_atomic(out / DIST_DIGESTS, json.dumps(dict(sorted(digests.items())), indent=1).encode())

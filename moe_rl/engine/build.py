@@ -14,11 +14,11 @@ from torch import nn
 
 from moe_rl.config import Config
 from moe_rl.engine.parallel import Parallel
+from moe_rl.models.options import DTYPES, layout_options
 
 # The rate is set before every step (schedule.py). A constant here keeps it out of megatron's param-group identifiers,
 # by which a checkpoint is matched: else a run resumed with another rate would not find its groups.
 _GROUP_RATE = 1.0
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -30,12 +30,7 @@ def make_transformer_config(family: Any, arch: Any, config: Config, parallel: Pa
     """The family's TransformerConfig for this run's layout, dtype, recompute and chunk sizes."""
     made = family.make_transformer_config(
         arch,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        stages=parallel.stages,
+        **layout_options(parallel),
         recompute=config.engine.recompute,
         dtype=config.engine.dtype,
         device=parallel.device.type,

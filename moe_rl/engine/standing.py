@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_rl.models.options import layout_options
 from moe_rl.models.weights import Shard
 
 
@@ -85,17 +86,7 @@ def meta_chunks(
     `single_process`."""
     shard = shard or Shard(ep=layout.ep, tp=layout.tp, etp=layout.etp)
     with _standing(layout, pp_rank, shard), torch.device("meta"):
-        config = family.make_transformer_config(
-            arch,
-            tp=layout.tp,
-            pp=layout.pp,
-            vpp=layout.vpp,
-            ep=layout.ep,
-            etp=layout.etp,
-            stages=layout.stages,
-            dtype=dtype,
-            device="cpu",
-        )
+        config = family.make_transformer_config(arch, **layout_options(layout), dtype=dtype, device="cpu")
         return [
             family.build_chunk(
                 arch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from moe_rl.models.wire import PLAIN, Wire
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """What the rest of the project may ask of a model family."""
+    """What the rest of the project may ask of a model family, whose modules lie in the package of its name."""
 
     name: str
     model_types: tuple[str, ...]
@@ -26,29 +27,38 @@ class Family(ABC):
     def read_arch(self, path: str | Path) -> Any:
         """The architecture in `path`/config.json (UserError where it is missing or wrong)."""
 
-    @abstractmethod
     def facts(self, arch: Any) -> dict[str, Any]:
         """The fields of `ModelFacts` that the architecture gives."""
+        names = ("num_layers", "vocab_size", "max_positions", "num_experts", "top_k", "hidden_size", "num_heads")
+        return {name: getattr(arch, name) for name in names} | self.own_facts(arch)
+
+    @abstractmethod
+    def own_facts(self, arch: Any) -> dict[str, Any]:
+        """Those that not every architecture has under the same name."""
 
     @abstractmethod
     def sizes(self, arch: Any) -> dict[str, Any]:
         """The fields of `ModelFacts` that the planner reads: every tensor, every layer's widths, and the boundary's."""
 
-    @abstractmethod
-    def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
-        """megatron-core's configuration; keys: tp pp vpp ep etp stages recompute dtype device and the chunk sizes."""
+    def make_transformer_config(self, arch: Any, **options: Any) -> Any:
+        """megatron-core's configuration; `options` are the fields of `models.options.Options`."""
+        return self._module("build").make_transformer_config(arch, **options)
 
-    @abstractmethod
     def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
         """One pipeline chunk, its parameters uninitialised."""
+        return self._module("build").build_chunk(arch, config, pre, post, vp_stage)
 
-    @abstractmethod
     def init_weights(self, chunk: Any, seed: int) -> None:
         """Fresh weights, the same in every layout."""
+        self._module("build").init_weights(chunk, seed)
 
-    @abstractmethod
     def weight_table(self, arch: Any) -> Any:
         """The weight map: released name <-> megatron-core name <-> transformers name."""
+        return self._module("weights").weight_table(arch)
+
+    def _module(self, name: str) -> Any:
+        """A module of the family, imported when it is needed: some import torch."""
+        return import_module(f"moe_rl.models.{self.name}.{name}")
 
     @abstractmethod
     def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
@@ -78,17 +88,8 @@ class _DeepseekV4(Family):
 
         return DeepseekV4Arch.from_dict(read_config(path))
 
-    def facts(self, arch: Any) -> dict[str, Any]:
-        return {
-            "num_layers": arch.num_layers,
-            "hash_layers": arch.hash_layers,
-            "vocab_size": arch.vocab_size,
-            "max_positions": arch.max_positions,
-            "num_experts": arch.num_experts,
-            "top_k": arch.top_k,
-            "hidden_size": arch.hidden_size,
-            "num_heads": arch.num_heads,
-        }
+    def own_facts(self, arch: Any) -> dict[str, Any]:
+        return {"hash_layers": arch.hash_layers}
 
     def sizes(self, arch: Any) -> dict[str, Any]:
         from moe_rl.models.deepseek_v4.weights import is_served_split
@@ -101,26 +102,6 @@ class _DeepseekV4(Family):
         )
         layers = layer_widths(arch, work(tensors, arch.num_layers))
         return {"tensors": tensors, "layers": layers, "boundary": arch.hc_mult * arch.hidden_size}
-
-    def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
-        from moe_rl.models.deepseek_v4.build import make_transformer_config
-
-        return make_transformer_config(arch, **layout)
-
-    def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
-        from moe_rl.models.deepseek_v4.build import build_chunk
-
-        return build_chunk(arch, config, pre, post, vp_stage)
-
-    def init_weights(self, chunk: Any, seed: int) -> None:
-        from moe_rl.models.deepseek_v4.build import init_weights
-
-        init_weights(chunk, seed)
-
-    def weight_table(self, arch: Any) -> Any:
-        from moe_rl.models.deepseek_v4.weights import weight_table
-
-        return weight_table(arch)
 
     def export_config(self, config: dict[str, Any], arch: Any) -> dict[str, Any]:
         from moe_rl.models.deepseek_v4.arch import released_spelling
@@ -139,16 +120,9 @@ class _Qwen(Family):
 
         return QwenArch.from_dict(read_config(path))
 
-    def facts(self, arch: Any) -> dict[str, Any]:
+    def own_facts(self, arch: Any) -> dict[str, Any]:
         return {
-            "num_layers": arch.num_layers,
             "hash_layers": (),
-            "vocab_size": arch.vocab_size,
-            "max_positions": arch.max_positions,
-            "num_experts": arch.num_experts,
-            "top_k": arch.top_k,
-            "hidden_size": arch.hidden_size,
-            "num_heads": arch.num_heads,
             "num_kv_heads": arch.num_kv_heads,
             "ffn_size": arch.intermediate_size if len(arch.moe_layers) < arch.num_layers else 0,
             "expert_size": arch.moe_intermediate_size,
@@ -161,26 +135,6 @@ class _Qwen(Family):
         tensors = tensor_sizes(self.weight_table(arch), tied=arch.tied)
         layers = layer_widths(arch, work(tensors, arch.num_layers))
         return {"tensors": tensors, "layers": layers, "boundary": arch.hidden_size, "tied": arch.tied}
-
-    def make_transformer_config(self, arch: Any, **layout: Any) -> Any:
-        from moe_rl.models.qwen.build import make_transformer_config
-
-        return make_transformer_config(arch, **layout)
-
-    def build_chunk(self, arch: Any, config: Any, pre: bool, post: bool, vp_stage: int | None = None) -> Any:
-        from moe_rl.models.qwen.build import build_chunk
-
-        return build_chunk(arch, config, pre, post, vp_stage)
-
-    def init_weights(self, chunk: Any, seed: int) -> None:
-        from moe_rl.models.qwen.build import init_weights
-
-        init_weights(chunk, seed)
-
-    def weight_table(self, arch: Any) -> Any:
-        from moe_rl.models.qwen.weights import weight_table
-
-        return weight_table(arch)
 
     def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
         from moe_rl.models.qwen.transformers_model import build_transformers_model

@@ -7,7 +7,6 @@ tokenizer's files. Weights are as the family quantises them, or plain.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_rl.durable import sync
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.headers import INDEX, Stored, broken, listed, scan_headers
 from moe_rl.models.weights import DTYPES, Parts, WeightTable, torch_dtype
@@ -150,21 +150,13 @@ def _renamed_when_done(target: Path) -> Iterator[Path]:
     try:
         yield work
         for file in (*work.iterdir(), work):
-            _sync(file)
+            sync(file)
         work.chmod(0o755)
         work.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,27 +13,50 @@ from moe_rl.errors import UserError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def shared_options(
-    *, pp: int, vpp: int, ep: int, etp: int, stages: str, recompute: str, dtype: str, device: str
-) -> dict[str, Any]:
-    """The fields of a TransformerConfig that do not depend on the architecture.
+@dataclass(frozen=True)
+class Options:
+    """What a rank's chunks are told beside the architecture: sizes of the layout, precision, kernels.
 
     `stages` is the pipeline layout (`Ett|ttL`), needed when pp > 1; `recompute` is "off" or "full"; `dtype` "fp32" or
-    "bf16".
+    "bf16"; `attention_backend` "plain", "triton" or "auto"; chunks are in tokens.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    stages: str = ""
+    recompute: str = "off"
+    dtype: str = "fp32"
+    device: str = "cpu"
+    attention_backend: str = "plain"
+    attention_chunk: int = 256
+    logprob_chunk: int = 1024
+
+
+def layout_options(layout: Any) -> dict[str, Any]:
+    """The fields of `Options` that a layout (or a rank's place in one) has under the same names."""
+    return {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "ep", "etp", "stages")}
+
+
+def shared_options(options: Options) -> dict[str, Any]:
+    """The fields of a TransformerConfig that do not depend on the architecture.
 
     Raises:
         UserError: an unknown dtype or recompute mode.
     """
+    dtype, recompute = options.dtype, options.recompute
     if dtype not in DTYPES:
         raise UserError("engine.dtype", f"engine.dtype={dtype}", f"known: {', '.join(DTYPES)}", "use one of them")
     if recompute not in ("off", "full"):
         raise UserError("engine.recompute", f"engine.recompute={recompute}", "known: off, full", "use one of them")
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {
-        **_numerics(DTYPES[dtype], device),
-        **_pipeline(pp, vpp, stages, DTYPES[dtype]),
-        "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": etp,
+        **_numerics(DTYPES[dtype], options.device),
+        **_pipeline(options.pp, options.vpp, options.stages, DTYPES[dtype]),
+        "expert_model_parallel_size": options.ep,
+        "expert_tensor_parallel_size": options.etp,
         **(full if recompute == "full" else {}),
     }
 

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from io import FileIO
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from moe_rl.durable import write_atomic
 from moe_rl.errors import RunFailed, UserError
 
 METRICS, SAMPLES, TENSORBOARD = "metrics.jsonl", "samples.jsonl", "tensorboard"
@@ -178,23 +178,13 @@ class MetricsWriter:
 
 
 def _keep_lines(path: Path, step: int) -> None:
-    """Rewrite a file without the lines after `step`: a temporary file beside it, fsync, rename."""
+    """Rewrite a file without the lines after `step`, at once."""
     kept = []
     for raw in path.read_bytes().split(b"\n"):
         row = _parse(raw)
         if row is not None and isinstance(row.get("step"), int) and row["step"] <= step:
             kept.append(raw + b"\n")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode & 0o777)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomic(path, b"".join(kept), path.stat().st_mode & 0o777)
 
 
 def _guarded(path: Path, write: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_rl.config import Config
 from moe_rl.data import Cursor
+from moe_rl.durable import write_atomic
 from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, MoeRLError, UserError
 from moe_rl.models.load import TOKENIZER_FILES, copy_files
 from moe_rl.observe.metrics import MetricsWriter
@@ -29,16 +30,7 @@ from moe_rl.trainer.loop import Loop, sample_lines
 from moe_rl.trainer.nodes import check_nodes
 from moe_rl.trainer.placement import Cluster, RolloutGroup, TrainerGroup, WeightSync
 from moe_rl.trainer.saving import Checkpoints, summary
-from moe_rl.trainer.state import (
-    MANIFEST,
-    MEASURED,
-    RunDirectory,
-    RunState,
-    checkpoint_of,
-    read_state,
-    verify,
-    write_atomic,
-)
+from moe_rl.trainer.state import MANIFEST, MEASURED, RunDirectory, RunState, checkpoint_of, read_state, verify
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # batch systems can hand on the second one and not the first
 # what a resumed run starts afresh without a part of the checkpoint

@@ -16,11 +16,12 @@ from moe_rl.config import Config
 from moe_rl.config.problem import raise_all
 from moe_rl.config.rules import scoring_problems
 from moe_rl.data.sources import read_jsonl
+from moe_rl.durable import write_atomic
 from moe_rl.errors import UserError
 from moe_rl.grpo.batching import micro_batches
 from moe_rl.models.family import get_family, read_facts
 from moe_rl.trainer.placement import Cluster, TrainerGroup
-from moe_rl.trainer.state import checkpoint_of, read_state, verify, write_atomic
+from moe_rl.trainer.state import checkpoint_of, read_state, verify
 from moe_rl.trainer.worker import Sequences
 
 SHOWN = 10  # wrong lines listed in one message

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_rl.durable import sync, write_atomic
 from moe_rl.errors import RunFailed, UserError
 
 MANIFEST, STATE, LATEST, MEASURED = "manifest.json", "state.json", "latest", "measured.json"
@@ -49,37 +50,6 @@ class RunState:
     metrics: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     contents: list[str] = field(default_factory=list)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file's content at once: a temporary file beside it, fsync, rename."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Force a directory's entries (a rename in it) to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_file(path: Path) -> None:
-    """Force a file's content to disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def sha256(path: Path) -> str:
@@ -222,7 +192,7 @@ class RunDirectory:
             if target.exists():  # a kill came between the next two lines
                 self._discard(target)
             os.replace(work, target)
-            sync_directory(self.checkpoints)
+            sync(self.checkpoints)
             write_atomic(self.checkpoints / LATEST, target.name + "\n")
         self._prune(keep)
         return target
@@ -308,7 +278,7 @@ def _listing(directory: Path) -> dict[str, dict[str, Any]]:
     digests = json.loads((directory / SHARD_DIGESTS).read_text())
     listing = {}
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
-        sync_file(path)
+        sync(path)
         name = str(path.relative_to(directory))
         listing[name] = {"sha256": digests.get(name) or sha256(path), "bytes": path.stat().st_size}
     return listing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -11,43 +12,27 @@ from moe_rl.errors import UserError
 from moe_rl.models.chunk import build_device
 from moe_rl.models.deepseek_v4.arch import SPARSE, DeepseekV4Arch
 from moe_rl.models.deepseek_v4.model import DeepseekV4Model, V4TransformerConfig
-from moe_rl.models.options import named_generator, shared_options
+from moe_rl.models.options import Options, named_generator, shared_options
 
 NO_TENSOR_PARALLEL = (
     "attention shares one key-value head among all query heads, so its layers are not split (use ep, pp)"
 )
 
 
-def make_transformer_config(
-    arch: DeepseekV4Arch,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    vpp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    stages: str = "",
-    recompute: str = "off",
-    dtype: str = "fp32",
-    device: str = "cpu",
-    attention_backend: str = "plain",
-    attention_chunk: int = 256,
-    logprob_chunk: int = 1024,
-) -> V4TransformerConfig:
-    """The one configuration that all chunks of a rank share.
-
-    `stages` is the pipeline layout (`Ett|ttL`), needed when pp > 1; `recompute` is "off" or "full"; `dtype` "fp32" or
-    "bf16"; `attention_backend` "plain", "triton" or "auto"; chunks are in tokens.
+def make_transformer_config(arch: DeepseekV4Arch, **given: Any) -> V4TransformerConfig:
+    """The one configuration that all chunks of a rank share; `given` are fields of `Options`.
 
     Raises:
         UserError: tensor parallelism, an unknown dtype or recompute mode, or kernels asked for where they do not run.
     """
-    lacking = _kernels_lack(arch, dtype, device)
-    if attention_backend == "triton" and lacking:
+    options = Options(**given)
+    lacking, backend = _kernels_lack(arch, options.dtype, options.device), options.attention_backend
+    if backend == "triton" and lacking:
         what, fix = "engine.attention_backend is triton", "Set engine.attention_backend=auto."
         raise UserError("engine.attention_backend", what, f"The kernels need {lacking}.", fix)
-    backend = "plain" if lacking or attention_backend == "plain" else "triton"
-    note = backend + (f", since kernels need {lacking}" if lacking and attention_backend == "auto" else "")
+    note = f", since kernels need {lacking}" if lacking and backend == "auto" else ""
+    backend = "plain" if lacking or backend == "plain" else "triton"
+    tp, etp = options.tp, options.etp
     if tp > 1 or etp > 1:
         raise UserError(
             "layout.tp", f"layout.tp={tp} layout.etp={etp} with a DeepSeek-V4 model", NO_TENSOR_PARALLEL, "use 1"
@@ -55,14 +40,12 @@ def make_transformer_config(
     return V4TransformerConfig(
         arch=arch,
         attention_backend=backend,
-        attention_note=note,
-        attention_chunk=attention_chunk,
-        logprob_chunk=logprob_chunk,
+        attention_note=backend + note,
+        attention_chunk=options.attention_chunk,
+        logprob_chunk=options.logprob_chunk,
         **_sizes(arch),
         **_experts(arch),
-        **shared_options(
-            pp=pp, vpp=vpp, ep=ep, etp=etp, stages=stages, recompute=recompute, dtype=dtype, device=device
-        ),
+        **shared_options(options),
     )
 
 

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
 from moe_rl.models.chunk import build_device
-from moe_rl.models.options import named_generator, shared_options
+from moe_rl.models.options import Options, named_generator, shared_options
 from moe_rl.models.qwen.arch import QwenArch
 from moe_rl.models.qwen.model import QwenModel, QwenTransformerConfig
 from moe_rl.models.qwen.weights import weight_table
 from moe_rl.models.weights import Shard
 
 
-def make_transformer_config(
-    arch: QwenArch,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    vpp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    stages: str = "",
-    recompute: str = "off",
-    dtype: str = "fp32",
-    device: str = "cpu",
-    attention_backend: str = "plain",
-    attention_chunk: int = 256,
-    logprob_chunk: int = 1024,
-) -> QwenTransformerConfig:
-    """The one configuration that all chunks of a rank share; see `shared_options`.
+def make_transformer_config(arch: QwenArch, **given: Any) -> QwenTransformerConfig:
+    """The one configuration that all chunks of a rank share; `given` are fields of `Options`.
 
     `attention_backend` and `attention_chunk` are not needed: torch's fused attention is linear in memory as it is.
 
     Raises:
         UserError: an unknown dtype or recompute mode.
     """
+    options = Options(**given)
     return QwenTransformerConfig(
         arch=arch,
-        logprob_chunk=logprob_chunk,
+        logprob_chunk=options.logprob_chunk,
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
@@ -53,14 +41,12 @@ def make_transformer_config(
         add_bias_linear=False,
         activation_func=F.silu,
         gated_linear_unit=True,
-        tensor_model_parallel_size=tp,
+        tensor_model_parallel_size=options.tp,
         # Always with tensor parallelism: the same bytes travel, less memory is held, and megatron-core asks it of experts.
-        sequence_parallel=tp > 1,
+        sequence_parallel=options.tp > 1,
         moe_token_dispatcher_type="alltoall",  # the default refuses rows of any length, also where there are no experts
         **_experts(arch),
-        **shared_options(
-            pp=pp, vpp=vpp, ep=ep, etp=etp, stages=stages, recompute=recompute, dtype=dtype, device=device
-        ),
+        **shared_options(options),
     )
 
 
