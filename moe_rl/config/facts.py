@@ -37,7 +37,8 @@ class LayerWidths:
     a query of the chunk keeps `query`, `query_fp32` and `query_casts`, and each (query, key) pair `pair`, `pair_fp32` and
     `pair_bytes`; the keys of a chunk are the chunk itself, a `window` before it, and T // `ratio` compressed ones (ratio 0:
     none); without `chunked` attention no pair is kept. `stream` is the fp32 width of what backward makes anew of the
-    residual streams. Work: `dense` weights that every token meets, `expert` weights of one expert, `pair_work`
+    residual streams; `query_backward` values a token and `routed_backward` a copy of one are what kernels make in the
+    backward pass of attention and of experts, `routed_forward` the copies that those of experts hold in the forward pass. Work: `dense` weights that every token meets, `expert` weights of one expert, `pair_work`
     multiplications a pair. A rollout engine keeps `cache` values a token and `cache_fixed` a sequence.
     """
 
@@ -57,6 +58,9 @@ class LayerWidths:
     ratio: int = 0
     chunked: bool = False
     stream: int = 0
+    query_backward: int = 0
+    routed_backward: int = 0
+    routed_forward: int = 0
     dense: int = 0
     expert: int = 0
     pair_work: int = 0
@@ -75,7 +79,8 @@ class ModelFacts:
     and `num_parameters` the values of the whole model, buffers included. What tensor parallelism must divide: the
     key-value heads, the width `ffn_size` of feed-forward layers and `expert_size` of an expert (0: the model has none).
     `experts_format` and `linears_format` say how releases (and rollouts) store them: "mxfp4", "fp8" or "" (as they are).
-    For the planner: every tensor, every layer's `LayerWidths`, `boundary`, the values that a token is between layers, and
+    For the planner: every tensor, every layer's `LayerWidths` (in `fused_layers` with the family's kernels, where they can
+    run this model), `boundary`, the values that a token is between layers, and
     `tied`, whether the output layer is the embedding.
     """
 
@@ -101,5 +106,6 @@ class ModelFacts:
     linears_format: str = ""
     tensors: tuple[TensorSize, ...] = ()
     layers: tuple[LayerWidths, ...] = ()
+    fused_layers: tuple[LayerWidths, ...] = ()
     boundary: int = 0
     tied: bool = False

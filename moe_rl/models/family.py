@@ -93,7 +93,7 @@ class _DeepseekV4(Family):
 
     def sizes(self, arch: Any) -> dict[str, Any]:
         from moe_rl.models.deepseek_v4.weights import is_served_split
-        from moe_rl.models.deepseek_v4.widths import layer_widths
+        from moe_rl.models.deepseek_v4.widths import fused_widths, layer_widths
         from moe_rl.models.sizes import tensor_sizes, work
 
         # the indexer is frozen; expert ids by token and correction biases are buffers
@@ -101,7 +101,8 @@ class _DeepseekV4(Family):
             self.weight_table(arch), (".indexer.", ".tid2eid", ".expert_bias"), served=is_served_split
         )
         layers = layer_widths(arch, work(tensors, arch.num_layers))
-        return {"tensors": tensors, "layers": layers, "boundary": arch.hc_mult * arch.hidden_size}
+        boundary = arch.hc_mult * arch.hidden_size
+        return {"tensors": tensors, "layers": layers, "fused_layers": fused_widths(arch, layers), "boundary": boundary}
 
     def export_config(self, config: dict[str, Any], arch: Any) -> dict[str, Any]:
         from moe_rl.models.deepseek_v4.arch import released_spelling

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_rl.config import Config
 from moe_rl.config.facts import LayerWidths, ModelFacts
+from moe_rl.config.host import resolve_device
 
 from .inventory import Inventory, Stage
+
+TOO_OLD = ("sm80",)  # of cluster.gpu_arch: before compute capability 9.0, where the kernels do not run
 
 # Of a (query, key) pair attention's backward holds besides what it saved, in fp32: the weights' gradient, its product with
 # them and the logits' gradient; in the model's dtype: the weights' gradient once more (deepseek_v4/attention.py: sink_attention)
@@ -34,20 +38,29 @@ class Activations:
         return self.kept + max(self.layer, self.loss)
 
 
+def on_gpu(config: Config) -> bool:
+    """Whether the trainer runs on GPUs."""
+    return resolve_device(config.engine.device) == "cuda"
+
+
+def backend(config: Config, facts: ModelFacts) -> str:
+    """What `engine.attention_backend` comes to: "triton", where the family has kernels for this model and they run, or "plain"."""
+    e = config.engine
+    runs = on_gpu(config) and e.dtype == "bf16" and config.cluster.gpu_arch not in TOO_OLD and facts.fused_layers
+    return "triton" if runs and e.attention_backend != "plain" else "plain"
+
+
 def activations(inventory: Inventory, stage: Stage, tokens: int, in_flight: int, train: bool) -> Activations:
     """Of a micro-batch of `tokens` on a rank of `stage`; `in_flight` are kept at once when `train`, none otherwise."""
     facts, engine, tp = inventory.facts, inventory.config.engine, inventory.config.layout.tp
     b = 4 if engine.dtype == "fp32" else 2
     boundary = b * facts.boundary * tokens // tp
-    saved = [saved_bytes(facts.layers[i], tokens, b, engine.attention_chunk, facts.top_k, tp) for i in stage.layers]
-    running = max(
-        (running_bytes(facts, facts.layers[i], tokens, b, engine.attention_chunk, tp) for i in stage.layers),
-        default=0,
-    )
+    every = facts.fused_layers if backend(inventory.config, facts) == "triton" else facts.layers
+    layers = [every[i] for i in stage.layers]
+    saved = [saved_bytes(w, tokens, b, engine.attention_chunk, facts.top_k, tp) for w in layers]
+    running = max((running_bytes(facts, w, tokens, b, engine.attention_chunk, tp) for w in layers), default=0)
     if not train:
-        forward = max(
-            (_forward_bytes(facts, facts.layers[i], tokens, b, engine.attention_chunk) for i in stage.layers), default=0
-        )
+        forward = max((_forward_bytes(facts, w, tokens, b, engine.attention_chunk) for w in layers), default=0)
         return Activations(boundary, boundary + forward // tp, _loss(inventory, tokens, b, False) if stage.loss else 0)
     if engine.recompute == "full":
         kept = in_flight * (len(stage.layers) + 1) * boundary
@@ -72,9 +85,9 @@ def running_bytes(facts: ModelFacts, w: LayerWidths, tokens: int, b: int, chunk:
     saved, copies = saved_bytes(w, tokens, b, chunk, facts.top_k, tp), tokens * facts.top_k // tp
     experts = copies * (b * w.routed + 4 * w.routed_fp32)
     streams = 2 * b * facts.boundary * tokens // tp  # the gradient that came, and the one that is summed up
-    at_experts = saved + streams + 2 * b * copies * facts.hidden_size  # of the experts' outputs, sorted and not
+    at_experts = saved + streams + b * copies * (2 * facts.hidden_size + w.routed_backward)  # outputs, sorted and not
     at_streams = saved - experts + streams + STREAM_BACKWARD_FP32 * 4 * w.stream * tokens // tp
-    at_attention = 0
+    at_attention = saved - experts + streams + b * w.query_backward * tokens
     if w.chunked:
         queries = min(tokens, chunk)
         fresh = _chunk_bytes(w, queries, tokens, b) if tokens > chunk else 0
@@ -87,13 +100,13 @@ def running_bytes(facts: ModelFacts, w: LayerWidths, tokens: int, b: int, chunk:
 def _forward_bytes(facts: ModelFacts, w: LayerWidths, tokens: int, b: int, chunk: int) -> int:
     """The most that a layer makes at a time when nothing is saved: the streams three times in fp32 (cast, squared or
     weighed, normed); all queries and outputs beside one chunk's logits, three times in fp32; or the copies of tokens that
-    experts get, three times (sorted, their outputs, and those put back)."""
+    experts get, three times (sorted, their outputs, and those put back), or sorted, with hidden values and outputs."""
     queries = min(tokens, chunk)
     pairs = queries * keys_of(w, queries, tokens) * w.pair if w.chunked else 0
     return max(
         3 * 4 * w.stream * tokens,
         2 * b * w.query * tokens + 3 * 4 * pairs,
-        3 * b * tokens * facts.top_k * facts.hidden_size,
+        b * tokens * facts.top_k * (w.routed_forward or 3 * facts.hidden_size),
     )
 
 

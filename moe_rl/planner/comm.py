@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from moe_rl.config import Config, ModelFacts
 from moe_rl.config.facts import TensorSize
 
-from .inventory import Inventory
-from .rollouts import Rollout
+from .inventory import Inventory, is_tied_copy
+from .rollouts import Rollout, served_bytes
 
 G = 10**9
 
@@ -71,13 +71,11 @@ def sync_plan(config: Config, facts: ModelFacts, inventory: Inventory, rollout: 
         if not rollout.vllm:
             size = 2 if config.engine.dtype == "bf16" and not t.fp32 and t.bytes == 2 else max(t.bytes, 4)
             return t.numel * size * (facts.num_experts if t.expert else 1)
-        if t.expert:
-            return t.released * facts.num_experts / (rollout.ranks if rollout.ep > 1 else rollout.tp)
-        return t.released / (rollout.tp if t.served_split else 1)
+        return served_bytes(facts, t, rollout.tp, rollout.dp, rollout.ep)
 
     stages = [sum(map(held, inventory.tensors(stage))) for stage in inventory.stages]
     copies = {t for stage in inventory.stages for t in inventory.tensors(stage)} if facts.tied else set()
-    twice = sum(held(t) for t in copies if t.place == "head" and inventory.is_tied_copy(t))
+    twice = sum(held(t) for t in copies if t.place == "head" and is_tied_copy(facts, t))
     into, out = sum(stages) - twice, max(stages) * receivers / inventory.width
     one_node = config.cluster.nodes == 1
     rate = config.machine.nvlink_gbps if one_node else config.machine.nic_gbps

@@ -85,13 +85,10 @@ class Inventory:
         tied = stage.embedding and stage.loss
         names = {"embedding": stage.embedding, "head": stage.loss}
         for t in self._by_layer.get(None, ()):
-            if names[t.place] and not (tied and t.place == "head" and self.is_tied_copy(t)):
+            if names[t.place] and not (tied and t.place == "head" and is_tied_copy(self.facts, t)):
                 yield t
         for layer in stage.layers:
             yield from self._by_layer[layer]
-
-    def is_tied_copy(self, t: TensorSize) -> bool:
-        return self.facts.tied and t.numel == self.facts.vocab_size * self.facts.hidden_size
 
     def local(self, t: TensorSize) -> tuple[int, int]:
         """How many such tensors a rank of the stage holds, and the values of each."""
@@ -137,6 +134,11 @@ class Inventory:
     def largest(self, stage: Stage) -> int:
         """Values of the largest parameter that a rank holds."""
         return max((self.local(t)[1] for t in self.tensors(stage) if t.trained), default=0)
+
+
+def is_tied_copy(facts: ModelFacts, t: TensorSize) -> bool:
+    """Whether a tensor of the model's end is the embedding once more."""
+    return facts.tied and t.numel == facts.vocab_size * facts.hidden_size
 
 
 def parameters(facts: ModelFacts) -> tuple[int, int]:

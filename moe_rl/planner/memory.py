@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from moe_rl.config import Config, ModelFacts
-from moe_rl.config.host import resolve_device
 
-from .activations import activations
+from .activations import activations, on_gpu
 from .inventory import Inventory, Stage
 from .optimizer_memory import OptimizerMemory, OptimizerMode, Shard, optimizer_memory, split_offloaded
 from .rollouts import Rollout
@@ -87,8 +86,7 @@ class Memory:
 
     @cached_property
     def on_gpu(self) -> bool:
-        device = self.config.engine.device
-        return device == "cuda" or (device == "auto" and resolve_device(device) == "cuda")
+        return on_gpu(self.config)
 
     def in_flight(self, stage: Stage) -> int:
         """Micro-batches whose activations a stage keeps at once: 1F1B, interleaved with virtual stages."""
@@ -147,9 +145,9 @@ class Memory:
         for phase, items in gpu.items():
             items["contexts"] = NCCL_ON_GPU * (2 if self.rollout.colocated else 1)
             if self.rollout.colocated:
-                items["rollout weights"] = self.rollout.weights
-                if phase == "rollout":
-                    items["kv cache"] = self.kv_cache()
+                items["rollout weights"], items["kv cache"] = self.rollout.weights, self.kv_cache()
+        if self.rollout.colocated:
+            gpu["sync"]["rollout reload"] = 2 * self.rollout.layer
         return gpu, host
 
     def _saving(
@@ -200,17 +198,18 @@ class Memory:
         m = self.config.machine
         return ray_default_store(m.host_memory_gib * GIB, (m.shm_gib or m.host_memory_gib / 2) * GIB)
 
-    def processes(self, stage_index: int) -> Items:
-        """Host bytes of a node's processes, whatever the model: trainer ranks, rollout workers, Ray."""
+    def processes(self, node: int) -> Items:
+        """Host bytes of a node's processes: trainer ranks, rollout workers with their copies of the weights, Ray."""
         ranks, r = self.config.cluster.gpus_per_node, self.rollout
         if not self.on_gpu:
             items = {"trainer processes": ranks * TRAINER_ON_CPU, "driver": DRIVER}
-            items["rollout processes"] = r.replicas * (ROLLOUT_ON_CPU + r.weights)
+            items["rollout processes"] = r.replicas * (ROLLOUT_ON_CPU + r.weights + r.copy)
             return items
-        workers = ranks if r.colocated or r.vllm else 0
+        workers, nodes = ranks if r.colocated or r.vllm else 0, self.config.cluster.nodes
         items = {"trainer processes": ranks * TRAINER_ON_GPU, "object store": self.store()}
         items["rollout processes"] = workers * TRAINER_ON_GPU + -(-workers // r.tp) * ENGINE_CORE
-        if stage_index == 0:
+        items["rollout copies"] = r.copy * (r.replicas // nodes + (node < r.replicas % nodes))  # dealt to nodes in turn
+        if node == 0:
             items["driver"] = DRIVER
         return items
 
@@ -221,7 +220,7 @@ class Memory:
         trainers += self.config.world * (TRAINER_ON_GPU if self.on_gpu else TRAINER_ON_CPU)
         kv = self.kv_cache() if phase == "rollout" and not self.on_gpu else 0.0
         held = r.weights + ROLLOUT_ON_CPU if not self.on_gpu else TRAINER_ON_GPU
-        return trainers + r.replicas * (held + kv)
+        return trainers + r.replicas * (held + r.copy + kv)
 
     @cached_property
     def nodes(self) -> list[dict[str, Items]]:

@@ -89,7 +89,7 @@ class Plan:
         found = {}
         for phase, time in seconds.items():
             gpu = max(
-                sum(v for k, v in stage.gpu[phase].items() if k != "contexts" and not k.startswith("rollout"))
+                sum(v for k, v in stage.gpu[phase].items() if not k.startswith(("contexts", "rollout", "kv cache")))
                 for stage in m.stages
             )
             found[phase] = {"gpu_gib": gpu / GIB, "host_gib": m.workers(phase) / GIB, "seconds": time}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from moe_rl.config import Config, ModelFacts
+from moe_rl.config.facts import TensorSize
 from moe_rl.config.host import resolve_device
 
-from .inventory import parameters, released_bytes
+from .inventory import is_tied_copy, parameters, released_bytes
 
 GIB = 2**30
-SHARE = 0.25  # of a GPU's memory for weights of rollouts that a configuration says nothing of
+SHARE = 1 / 3  # of a GPU's memory for weights of rollouts that a configuration says nothing of
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One replica's shape and bytes a rank: `weights`, `kv_token` for a token of context and `kv_sequence` for a sequence.
+    """One replica's shape and bytes a rank: `weights`, `layer` of them the most in one layer, `kv_token` for a token of
+    context and `kv_sequence` for a sequence; `copy` is what a replica's first node keeps of its weights on the host.
 
     `ranks` make a replica, `replicas` of them sample; `vllm` says which engine, `colocated` whether its ranks are the
     trainer's GPUs, `share` how much of a GPU vLLM is given (None: what the sequences of a step need).
@@ -27,6 +30,8 @@ class Rollout:
     dp: int
     ep: int
     weights: int
+    layer: int
+    copy: int
     kv_token: float
     kv_sequence: float
     share: float | None
@@ -52,22 +57,42 @@ class Rollout:
             tp, dp, ep = _propose(config, facts)
             vllm, replicas = True, max(1, config.world // (tp * dp))
         b = 2 if config.engine.dtype == "bf16" else 4
+        layer = copy = 0
         if vllm:
-            dense, experts = released_bytes(facts)
-            weights = dense // tp + experts // max(ep, tp)
+            by_layer = _served(facts, tp, dp, ep)
+            weights, layer = sum(by_layer.values()), max(by_layer.values(), default=0)
+            copy = sum(released_bytes(facts)) if described else 0
             b = 1 if r.kv_cache_dtype == "fp8" or not described else 2
         else:
             weights = parameters(facts)[0] * b
         kv = sum(w.cache for w in facts.layers) * b, sum(w.cache_fixed for w in facts.layers) * b
-        return cls(vllm, replicas, tp, dp, ep, weights, kv[0], kv[1], share, colocated)
+        return cls(vllm, replicas, tp, dp, ep, weights, layer, copy, kv[0], kv[1], share, colocated)
+
+
+def served_bytes(facts: ModelFacts, t: TensorSize, tp: int, dp: int, ep: int) -> int:
+    """Bytes that a rank of a vLLM replica holds of a tensor, as released: experts are dealt to all ranks or cut over `tp`,
+    which cuts only some of the others (`TensorSize.served_split`) and leaves each rank the rest whole."""
+    if t.expert:
+        return t.released * facts.num_experts // (tp * dp if ep > 1 else tp)
+    return t.released // (tp if t.served_split else 1)
+
+
+def _served(facts: ModelFacts, tp: int, dp: int, ep: int) -> Counter[int | None]:
+    """A rank's bytes by layer; a tied output layer is the embedding."""
+    found: Counter[int | None] = Counter()
+    for t in facts.tensors:
+        if not (t.place == "head" and is_tied_copy(facts, t)):
+            found[t.layer] += served_bytes(facts, t, tp, dp, ep)
+    return found
 
 
 def _propose(config: Config, facts: ModelFacts) -> tuple[int, int, int]:
-    dense, experts = released_bytes(facts)
     node, room = config.cluster.gpus_per_node, config.machine.gpu_memory_gib * GIB * SHARE
     size = 1
-    while size < config.world and dense // min(size, node) + experts // size > room:
+    while True:
+        fit = min(size, node)
+        tp = fit if facts.num_kv_heads == 1 or facts.num_kv_heads % fit == 0 else 1
+        shape = tp, size // tp, size if facts.num_experts and facts.num_experts % size == 0 else 1
+        if 2 * size > config.world or sum(_served(facts, *shape).values()) <= room:
+            return shape
         size *= 2
-    size = min(size, config.world)
-    tp = min(size, node) if facts.num_kv_heads == 1 or facts.num_kv_heads % min(size, node) == 0 else 1
-    return tp, size // tp, size if facts.num_experts % size == 0 and facts.num_experts else 1

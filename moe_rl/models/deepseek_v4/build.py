@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moe_rl.errors import UserError
 from moe_rl.models.chunk import build_device
-from moe_rl.models.deepseek_v4.arch import SPARSE, DeepseekV4Arch
+from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.model import DeepseekV4Model, V4TransformerConfig
 from moe_rl.models.options import Options, named_generator, shared_options
 
@@ -55,10 +55,7 @@ def _kernels_lack(arch: DeepseekV4Arch, dtype: str, device: str) -> str:
         return "a GPU and bf16"
     if torch.cuda.get_device_capability() < (9, 0):
         return "a GPU of compute capability 9.0"
-    widths = [arch.head_dim, *([arch.index_num_heads, arch.index_head_dim] if SPARSE in arch.attention_kinds else [])]
-    if any(n < 16 or n & (n - 1) for n in widths) or not 128 <= arch.head_dim <= 512:
-        return "index heads, their width and head_dim (128 to 512) that are powers of 2"
-    return "" if 4 * arch.rope_dim <= arch.head_dim else "a rotary width of at most head_dim / 4"
+    return arch.kernels_lack()
 
 
 def _sizes(arch: DeepseekV4Arch) -> dict:

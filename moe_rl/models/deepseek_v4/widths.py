@@ -1,11 +1,12 @@
 """What a DeepSeek-V4 layer keeps for its backward pass, term by term as the code computes it. Torch-free.
 
-tests/test_planner_widths.py holds the sums against what autograd saves.
+tests/test_planner_widths.py holds the sums against what autograd saves, those of the kernels also against peaks on an H200.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from moe_rl.config.facts import LayerWidths
 from moe_rl.models.deepseek_v4.arch import SLIDING, SPARSE, DeepseekV4Arch
@@ -56,4 +57,41 @@ def _layer(arch: DeepseekV4Arch, layer: int, dense: int, expert: int) -> LayerWi
         # a rollout engine keeps the window, each compressed entry, and the indexer's keys beside sparse ones
         cache=(d + (arch.index_head_dim if kind == SPARSE else 0)) / ratio if ratio else 0.0,
         cache_fixed=arch.sliding_window * d,
+    )
+
+
+def fused_widths(arch: DeepseekV4Arch, plain: tuple[LayerWidths, ...]) -> tuple[LayerWidths, ...]:
+    """The same with the Triton kernels (fused_*.py), in bf16; none where they do not run this model."""
+    return () if arch.kernels_lack() else tuple(_fused(arch, layer, w) for layer, w in enumerate(plain))
+
+
+def _fused(arch: DeepseekV4Arch, layer: int, plain: LayerWidths) -> LayerWidths:
+    n, h, m, d, k = arch.hc_mult, arch.hidden_size, arch.moe_intermediate_size, arch.head_dim, arch.top_k
+    q_wide, kind, ratio = arch.num_heads * arch.head_dim, arch.attention_kinds[layer], arch.compress_ratios[layer]
+    series = 0 if kind == SLIDING else 2 if kind == SPARSE else 1
+    # twice: the mix, its inverse rms, and the mix again, scaled; sigmoids, softmax; Sinkhorn's steps and sums; its result
+    mixing = 2 * arch.hc_mix + 1 + 4 * n + 2 * n * n + (n + n * n) * (2 * arch.hc_sinkhorn_iters - 1)
+    return replace(
+        plain,
+        # streams between attention and experts; two outputs; two norms; latents; keys, with entries; q, o; grouped o; compressor
+        native=n * h
+        + 2 * h
+        + 4 * h
+        + 2 * arch.q_lora_rank
+        + 2 * d
+        + (d // ratio if ratio else 0)
+        + 2 * q_wide
+        + arch.o_groups * arch.o_lora_rank
+        + 2 * series * d
+        + 6 * m,
+        fp32=2 * mixing + 4 + arch.num_heads + series * d + 2 * arch.num_experts + 2 * k,
+        casts=2 * h + arch.q_lora_rank + d + h,
+        bytes=36 * k + (4 * arch.index_top_k if kind == SPARSE else 0),  # the entries chosen
+        routed=h + 2 * m,
+        query=q_wide,
+        chunked=False,
+        stream=0,
+        query_backward=2 * q_wide + q_wide // 4,  # gradients of output and queries, and queries in quarters
+        routed_backward=4 * m,  # of hidden values (2 m), activations and their gradient
+        routed_forward=2 * h + 3 * m,
     )
