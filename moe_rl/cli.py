@@ -18,10 +18,11 @@ import typer
 
 from moe_rl import __version__
 from moe_rl.config import Config, load_config
+from moe_rl.config.keys import KeyInfo, keys, sections
+from moe_rl.config.layout_rules import layout_problems
 from moe_rl.config.load import shipped
 from moe_rl.config.problem import nearest
-from moe_rl.config.rules import layout_problems, model_directory
-from moe_rl.config.schema import KeyInfo, keys, sections
+from moe_rl.config.rules import model_directory
 from moe_rl.errors import EXIT_DONE, MoeRLError, RunFailed, UserError
 
 if TYPE_CHECKING:

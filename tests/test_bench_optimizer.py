@@ -25,7 +25,7 @@ from moe_rl.bench.process import watch
 from moe_rl.bench.table import CURVES, JSON, TSV, Row, draw, measure, show, write
 from moe_rl.cli import run
 from moe_rl.config import host, load_config
-from moe_rl.config.schema import keys
+from moe_rl.config.keys import keys
 from moe_rl.observe.metrics import MetricsWriter
 from tests.run_process import alive, environment_of, session_of
 

@@ -14,7 +14,7 @@ import pytest
 import moe_rl
 from moe_rl.cli import run
 from moe_rl.config import load_config
-from moe_rl.config.schema import keys
+from moe_rl.config.keys import keys
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import read_facts
 from moe_rl.planner import describe_layout, plan_stages

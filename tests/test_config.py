@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config import Config, load_config
+from moe_rl.config.keys import keys, sections
 from moe_rl.config.load import ASSETS, resolve_path, shipped
-from moe_rl.config.schema import keys, sections
 from moe_rl.errors import UserError
 
 

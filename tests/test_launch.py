@@ -16,7 +16,7 @@ import pytest
 from moe_rl.cli import run
 from moe_rl.config import load_config
 from moe_rl.config.environment import VARIABLES
-from moe_rl.config.schema import keys
+from moe_rl.config.keys import keys
 from moe_rl.errors import UserError
 from moe_rl.launch import render
 from moe_rl.launch.node import meet, versions

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,35 @@ def test_the_reference_run_is_predicted():
     assert node[0] == pytest.approx(558, rel=0.1) and node[5] == pytest.approx(409, rel=0.1)
     assert node[30] == pytest.approx(244, rel=0.1)
     assert 0.9 * 25.5 < plan.actor_mean() / GIB < 1.1 * 26.2
+
+
+def test_what_a_rollout_rank_holds():
+    """vLLM cuts over tp only some tensors: as many bytes as the weight update brings, planned for every rank of every replica
+    (sync_plan.json). They and the trainer's weights fit a GPU together, with what the kernels keep of activations."""
+    plan = planned(hw="h100")
+    file = Path(__file__).parent.parent / "benchmarks" / "results" / "sync_plan.json"
+    case = json.loads(file.read_text())["cases"]["h100"]
+    assert plan.memory.rollout.weights == pytest.approx(case["bytes_total"] / case["receivers"], rel=1e-3)
+    assert plan.memory.rollout.weights == pytest.approx(plan.sync.bytes_per_gpu_max, rel=1e-6)
+    assert plan.fits and not planned("engine.attention_backend=plain", hw="h100").fits
+    assert planned("layout.pin_hash_layers=false", "engine.attention_backend=plain", hw="h100").fits
+
+
+def test_vllm_keeps_its_memory_in_every_phase():
+    """It does not sleep: its share of a GPU is taken throughout, and a replica's first node has a copy of the weights."""
+    keys = [
+        "rollout.engine=vllm",
+        "rollout.gpu_memory_utilization=0.25",
+        "rollout.tp=8",
+        "rollout.dp=8",
+        "rollout.ep=64",
+    ]
+    plan = planned(*keys, "rollout.replicas=8", hw="h100")
+    for items in plan.memory.stages[5].gpu.values():
+        share = items["rollout weights"] + items["kv cache"] + items["contexts"] / 2
+        assert share == pytest.approx(max(0.25 * 79.6 * GIB, items["rollout weights"] + GIB))
+    copies = [plan.memory.processes(node)["rollout copies"] for node in (0, 7, 8)]
+    assert copies[0] == copies[1] == pytest.approx(892e9, rel=0.05) and copies[2] == 0
 
 
 def test_what_the_modes_cost():

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_rl.config import load_config
 from moe_rl.models.family import read_facts
-from moe_rl.planner.activations import saved_bytes
+from moe_rl.planner.activations import running_bytes, saved_bytes
 from moe_rl.planner.inventory import Inventory
 from tests import small_qwen, small_v4
 from tests.distributed import run_ranks
 
 TOKENS = 64
+
+
+def saved(own: set[int], call: Any, *args: Any, **options: Any) -> int:
+    """Bytes of the storages that autograd saves in a call, but for those at the addresses `own`."""
+    import torch
+
+    storages, kept = {}, []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)  # so that no address is used twice
+        if (place := t.untyped_storage().data_ptr()) not in own:
+            storages[place] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        call(*args, **options)
+    return sum(storages.values())
 
 
 def _measure(rank: int, world: int, port: int, path: str, cases: list[tuple[str, int]]) -> dict[str, Any]:
@@ -34,21 +55,12 @@ def _measure(rank: int, world: int, port: int, path: str, cases: list[tuple[str,
             n = facts.boundary // facts.hidden_size
             x = torch.randn(TOKENS, n, facts.hidden_size, dtype=engine.transformer_config.params_dtype)
             x.requires_grad_()
-            own, storages, kept = {x.untyped_storage().data_ptr(), *weights}, {}, []
-
-            def pack(t: Any, own: Any = own, storages: Any = storages, kept: Any = kept) -> Any:
-                kept.append(t)  # so that no address is used twice
-                if (place := t.untyped_storage().data_ptr()) not in own:
-                    storages[place] = t.untyped_storage().nbytes()
-                return t
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                if facts.family == "qwen":
-                    layer(x, attention_mask=packed, rotary_pos_emb=model._angles(packed))
-                else:
-                    layer(x, batch.tokens, packed)
-            planned = saved_bytes(width, TOKENS, b, chunk, facts.top_k)
-            found["saved"].append((dtype, chunk, sum(storages.values()), planned))
+            own = {x.untyped_storage().data_ptr(), *weights}
+            if facts.family == "qwen":
+                measured = saved(own, layer, x, attention_mask=packed, rotary_pos_emb=model._angles(packed))
+            else:
+                measured = saved(own, layer, x, batch.tokens, packed)
+            found["saved"].append((dtype, chunk, measured, saved_bytes(width, TOKENS, b, chunk, facts.top_k)))
         inventory = Inventory.of(config, facts)
         shards = inventory.shards(inventory.stages[0])
         found["trained"] = (
@@ -73,3 +85,17 @@ def test_layers_save_what_is_planned(tmp_path, family):
         assert planned == pytest.approx(measured, rel=0.05), (dtype, chunk)
     assert found["trained"][0] == found["trained"][1]
     assert found["others"][0] == found["others"][1]
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("sparse", 2), ("heavy", 3)])
+def test_a_pro_layer_takes_on_a_gpu_what_is_planned(kind, layer):
+    """Peaks of forward and backward by the kernels on an H200, of 48 experts: beside the gradient that comes, and weight
+    gradients, which were made at once then."""
+    file = Path(__file__).parent.parent / "benchmarks" / "results" / "layer_h200.json"
+    measured = json.loads(file.read_text())["cases"][f"layer {kind}"]["triton"]["peak_gib"] * 2**30
+    facts, tokens, experts = read_facts(load_config("dsv4-pro", []).model.path), 10240, 48
+    weights = sum(t.numel for t in facts.tensors if t.expert and t.layer == layer) * experts * 2
+    width = facts.fused_layers[layer]
+    width = replace(width, fp32=width.fp32 - 2 * (facts.num_experts - experts))  # of the router
+    planned = running_bytes(facts, width, tokens, 2, 256) - 2 * facts.boundary * tokens
+    assert planned == pytest.approx(measured - weights, rel=0.03)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.cli import run
-from moe_rl.config.schema import keys, sections
+from moe_rl.config.keys import keys, sections
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config import Config, ModelFacts, check, host, load_config, preflight
-from moe_rl.config.rules import checkpoint_bytes, layout_problems
+from moe_rl.config.layout_rules import layout_problems
+from moe_rl.config.rules import checkpoint_bytes
 from moe_rl.errors import UserError
 
 
@@ -70,6 +71,10 @@ def test_a_good_run_has_no_problem(config: Config, tmp_path: Path):
         ("layout.stages", "Ettt|tL", "layout.layers", "has 4 layers, the model has 5"),
         ("layout.vpp", 3, "layout.too_many_stages", "at most 4"),
         ("layout.tp", 2, "layout.tp", "one key-value head"),
+        ("layout.pp", 10**9, "config.range", "at most 1000000"),
+        ("cluster.nodes", 10**400, "config.range", "at most 10000."),
+        ("rollout.max_response", 10**12, "config.range", "at most 16777216"),
+        ("trainer.steps", 10**12, "config.range", "at most 1000000000"),
         ("layout.etp", 2, "layout.tp", "layout.etp is 2"),
         ("rollout.n", 1, "rollout.group", "always zero"),
         ("rollout.replicas", 17, "rollout.replicas", "more than data.prompts_per_step 16"),

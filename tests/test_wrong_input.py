@@ -130,6 +130,7 @@ CASES = [
     Case("wrong type", "config.type", "layout.pp=two", says="not of type int"),
     Case("value not in the list", "config.choice", "engine.dtype=fp8"),
     Case("learning rate not positive", "config.range", "optimizer.lr=0"),
+    Case("more nodes than anyone has", "config.range", "cluster.nodes=1000000000"),
     Case("temperature zero in training", "config.range", "rollout.temperature=0"),
     Case("an override without =", "config.override", "layout.pp"),
     Case("a section given a value", "config.section", "layout=2"),

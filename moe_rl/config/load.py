@@ -22,8 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_rl.errors import UserError
 
 from .environment import VARIABLES
+from .keys import KeyInfo, keys, sections
 from .problem import Problem, nearest, raise_all
-from .schema import Config, KeyInfo, keys, sections
+from .schema import Config
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ASSETS = PACKAGE / "assets"
@@ -182,7 +183,7 @@ def _outside(value: Any, info: KeyInfo) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return (
-        not math.isfinite(value)
+        (isinstance(value, float) and not math.isfinite(value))
         or (info.above is not None and value <= info.above)
         or (info.low is not None and value < info.low)
         or (info.high is not None and value > info.high)

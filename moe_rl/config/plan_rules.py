@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import rules
 from .facts import ModelFacts
+from .layout_rules import layout_problems
 from .load import value_problems
 from .problem import Problem
 from .schema import Config
@@ -11,7 +12,7 @@ from .schema import Config
 
 def plan_problems(config: Config, facts: ModelFacts) -> list[Problem]:
     """What is wrong with a run as far as this machine, its data and its disk have no part in it."""
-    problems = value_problems(config) + rules.layout_problems(config, facts)
+    problems = value_problems(config) + layout_problems(config, facts)
     for rule in (rules._group, rules._batch, rules._sampling, rules._optimizer, rules._algorithm, rules._checkpoint):
         problems += rule(config)
     if config.engine.device == "cuda" and config.engine.dtype == "bf16":

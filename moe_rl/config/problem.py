@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from .schema import Config
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,15 @@ class Problem:
     def error(self) -> UserError:
         """This problem as an exception."""
         return UserError(self.rule, self.headline, self.why, self.fix)
+
+
+def problem_of(config: Config, rule: str, key: str, what: str, why: str, fix: str) -> Problem:
+    """A problem of one key, or of several divided by spaces, each with its origin."""
+    first, *others = key.split()
+    origin = config.origin(first)
+    if others:
+        origin = ", ".join(f"{k} from {config.origin(k)}" for k in (first, *others))
+    return Problem(rule, what, why, fix, first, origin)
 
 
 class SeveralProblems(UserError):

@@ -10,15 +10,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_rl.errors import UserError
-
 from . import host
 from .facts import ModelFacts
 from .kernels import kernel_problems
-from .layout import default_stages, validate_stages
+from .layout_rules import layout_problems
 from .load import value_problems
 from .optimizer_rules import optimizer_modes
-from .problem import Problem, raise_all
+from .problem import Problem, problem_of, raise_all
 from .schema import Config
 
 
@@ -48,18 +46,9 @@ def check(
     if facts is not None:
         for facts_rule in (_lengths, _tokenizer):
             problems += facts_rule(config, facts)
-        problems += [_problem(config, *found) for found in kernel_problems(config, facts)]
+        problems += [problem_of(config, *found) for found in kernel_problems(config, facts)]
         if run_dir is not None:
             problems += _disk(config, facts, run_dir)
-    return problems
-
-
-def layout_problems(config: Config, facts: ModelFacts | None, world: int | None = None) -> list[Problem]:
-    """Whether the layout fits `world` ranks (None: those of config.cluster) and, with facts, the model."""
-    problems = list(_world(config, config.world if world is None else world))
-    if facts is not None:
-        for rule in (_layers, _experts, _tensor_parallel, _rounding, _replay):
-            problems += rule(config, facts)
     return problems
 
 
@@ -78,15 +67,6 @@ def preflight(
 ) -> None:
     """Raise one UserError that names every problem :func:`check` finds."""
     raise_all(check(config, facts, run_dir=run_dir, own_data=own_data))
-
-
-def _problem(config: Config, rule: str, key: str, what: str, why: str, fix: str) -> Problem:
-    """A problem of one key, or of several divided by spaces, each with its origin."""
-    first, *others = key.split()
-    origin = config.origin(first)
-    if others:
-        origin = ", ".join(f"{k} from {config.origin(k)}" for k in (first, *others))
-    return Problem(rule, what, why, fix, first, origin)
 
 
 def model_directory(config: Config) -> Iterator[Problem]:
@@ -114,49 +94,12 @@ def model_directory(config: Config) -> Iterator[Problem]:
         except (ValueError, OSError) as error:
             why = str(error)
         rule, what, fix = "model.config", f"{file} cannot be read", "Copy it anew from the model's source."
-    yield _problem(config, rule, "model.path", what, why, fix)
-
-
-def _world(config: Config, world: int) -> Iterator[Problem]:
-    layout = config.layout
-    replica = layout.tp * layout.pp
-    ranks = f"{world} rank(s)"
-    if world == config.world:
-        ranks = f"cluster.nodes {config.cluster.nodes} * cluster.gpus_per_node {config.cluster.gpus_per_node} = {ranks}"
-    if world % replica:
-        yield _problem(
-            config,
-            "layout.world",
-            "layout.pp layout.tp cluster.gpus_per_node",
-            f"{ranks} are not a multiple of layout.tp {layout.tp} * layout.pp {layout.pp} = {replica}",
-            "One copy of the model takes tp * pp ranks; the copies (dp) are what is left.",
-            f"Use a multiple of {replica} ranks, or a smaller layout.pp or layout.tp.",
-        )
-        return
-    experts = layout.pp * layout.etp * layout.ep
-    if world % experts:
-        yield _problem(
-            config,
-            "layout.ep",
-            "layout.ep layout.pp cluster.gpus_per_node",
-            f"{ranks} are not a multiple of pp {layout.pp} * etp {layout.etp} * ep {layout.ep} = {experts}",
-            "The ranks of a stage are cut anew for experts: each group of etp * ep holds all of them once.",
-            f"Use a multiple of {experts} ranks, or a layout.ep that divides {max(1, world // (layout.pp * layout.etp))}.",
-        )
-    if layout.vpp > 1 and layout.pp == 1:
-        yield _problem(
-            config,
-            "layout.vpp",
-            "layout.vpp",
-            f"layout.vpp is {layout.vpp} with layout.pp 1",
-            "Virtual stages interleave the chunks of several pipeline ranks.",
-            "Set layout.pp to 2 or more, or layout.vpp=1.",
-        )
+    yield problem_of(config, rule, "model.path", what, why, fix)
 
 
 def _group(config: Config) -> Iterator[Problem]:
     if config.rollout.n < 2:
-        yield _problem(
+        yield problem_of(
             config,
             "rollout.group",
             "rollout.n",
@@ -165,7 +108,7 @@ def _group(config: Config) -> Iterator[Problem]:
             "Set rollout.n to 2 or more; 8 is usual.",
         )
     if config.rollout.replicas > config.data.prompts_per_step:
-        yield _problem(
+        yield problem_of(
             config,
             "rollout.replicas",
             "rollout.replicas data.prompts_per_step",
@@ -178,7 +121,7 @@ def _group(config: Config) -> Iterator[Problem]:
 def _batch(config: Config) -> Iterator[Problem]:
     prompts, minibatches = config.data.prompts_per_step, config.algorithm.minibatches
     if prompts % minibatches:
-        yield _problem(
+        yield problem_of(
             config,
             "algorithm.minibatches",
             "algorithm.minibatches data.prompts_per_step",
@@ -188,7 +131,7 @@ def _batch(config: Config) -> Iterator[Problem]:
         )
     longest = config.data.max_prompt + config.rollout.max_response
     if config.engine.max_tokens_per_micro_batch < longest:
-        yield _problem(
+        yield problem_of(
             config,
             "engine.token_budget",
             "engine.max_tokens_per_micro_batch data.max_prompt rollout.max_response",
@@ -206,12 +149,12 @@ def _sampling(config: Config) -> Iterator[Problem]:
     )
     if config.rollout.top_p != 1.0:
         what = f"rollout.top_p is {config.rollout.top_p:g} in training rollouts"
-        yield _problem(
+        yield problem_of(
             config, "rollout.top_p", "rollout.top_p", what, why, "Set rollout.top_p=1; use temperature instead."
         )
     if config.rollout.top_k != 0:
         what = f"rollout.top_k is {config.rollout.top_k} in training rollouts"
-        yield _problem(
+        yield problem_of(
             config, "rollout.top_k", "rollout.top_k", what, why, "Set rollout.top_k=0; use temperature instead."
         )
 
@@ -219,7 +162,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer = config.optimizer
     if len(optimizer.betas) != 2:
-        yield _problem(
+        yield problem_of(
             config,
             "optimizer.betas",
             "optimizer.betas",
@@ -228,7 +171,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             "Give two, as in optimizer.betas=[0.9,0.95].",
         )
     if optimizer.min_lr > optimizer.lr:
-        yield _problem(
+        yield problem_of(
             config,
             "optimizer.min_lr",
             "optimizer.min_lr optimizer.lr",
@@ -237,13 +180,13 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             "Lower optimizer.min_lr.",
         )
     for found in optimizer_modes(config):
-        yield _problem(config, *found)
+        yield problem_of(config, *found)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
     dual = config.algorithm.dual_clip
     if 0 < dual <= 1:
-        yield _problem(
+        yield problem_of(
             config,
             "algorithm.dual_clip",
             "algorithm.dual_clip",
@@ -255,7 +198,7 @@ def _algorithm(config: Config) -> Iterator[Problem]:
 
 def _template(config: Config) -> Iterator[Problem]:
     if "{question}" not in config.data.template:
-        yield _problem(
+        yield problem_of(
             config,
             "data.template",
             "data.template",
@@ -269,7 +212,7 @@ def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if not data.train:
         why = "It holds the training prompts."
-        yield _problem(
+        yield problem_of(
             config,
             "data.train",
             "data.train",
@@ -278,7 +221,7 @@ def _data(config: Config) -> Iterator[Problem]:
             "Set data.train to a .jsonl or .parquet file.",
         )
     if config.trainer.validate_every and not data.validation:
-        yield _problem(
+        yield problem_of(
             config,
             "data.validation",
             "data.validation trainer.validate_every",
@@ -292,14 +235,14 @@ def _data(config: Config) -> Iterator[Problem]:
             continue
         if not Path(source).is_file():
             what, why = f"{key} {source} does not exist", "It is neither a file nor a reasoning_gym: task."
-            yield _problem(config, "data.path", key, what, why, "Check the path.")
+            yield problem_of(config, "data.path", key, what, why, "Check the path.")
 
 
 def _device(config: Config) -> Iterator[Problem]:
     gpus = host.gpu_count()
     device = host.resolve_device(config.engine.device)
     if config.engine.device == "cuda" and gpus == 0:
-        yield _problem(
+        yield problem_of(
             config,
             "engine.device",
             "engine.device",
@@ -308,7 +251,7 @@ def _device(config: Config) -> Iterator[Problem]:
             "Use --hw cpu, or start where a GPU is.",
         )
     elif device == "cuda" and config.cluster.gpus_per_node > gpus:
-        yield _problem(
+        yield problem_of(
             config,
             "cluster.gpus",
             "cluster.gpus_per_node",
@@ -317,7 +260,7 @@ def _device(config: Config) -> Iterator[Problem]:
             f"Set cluster.gpus_per_node={gpus}.",
         )
     if device == "cpu" and config.engine.dtype != "fp32":
-        yield _problem(
+        yield problem_of(
             config,
             "engine.dtype",
             "engine.dtype",
@@ -326,7 +269,7 @@ def _device(config: Config) -> Iterator[Problem]:
             "Set engine.dtype=fp32, or use --hw cpu.",
         )
     if config.engine.attention_backend == "triton" and (device == "cpu" or config.engine.dtype != "bf16"):
-        yield _problem(
+        yield problem_of(
             config,
             "engine.attention_backend",
             "engine.attention_backend engine.dtype",
@@ -338,7 +281,7 @@ def _device(config: Config) -> Iterator[Problem]:
 
 def _checkpoint(config: Config) -> Iterator[Problem]:
     if "model" not in config.checkpoint.contents:
-        yield _problem(
+        yield problem_of(
             config,
             "checkpoint.contents",
             "checkpoint.contents",
@@ -348,7 +291,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         )
     wanted = config.checkpoint.load_contents
     if wanted and "model" not in wanted:
-        yield _problem(
+        yield problem_of(
             config,
             "checkpoint.load_contents",
             "checkpoint.load_contents",
@@ -361,7 +304,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 def _port(config: Config) -> Iterator[Problem]:
     port = config.cluster.port
     if port and not host.port_is_free(port):
-        yield _problem(
+        yield problem_of(
             config,
             "cluster.port",
             "cluster.port",
@@ -371,96 +314,10 @@ def _port(config: Config) -> Iterator[Problem]:
         )
 
 
-def _layers(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    layout = config.layout
-    sizes = (layout.pp, layout.vpp, layout.pin_hash_layers)
-    if layout.stages:
-        found = validate_stages(layout.stages, facts.num_layers, facts.hash_layers, *sizes)
-    else:
-        found = []
-        try:
-            default_stages(facts.num_layers, facts.hash_layers, *sizes)
-        except UserError as error:
-            found = [Problem(error.rule, error.what, error.why, error.fix, "layout.pp")]
-    for p in found:
-        yield _problem(config, p.rule, p.key, p.what, p.why, p.fix)
-
-
-def _experts(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    ep = config.layout.ep
-    if ep > 1 and facts.num_experts == 0:
-        what, fix = f"layout.ep is {ep}, but the model has no experts", "Set layout.ep=1."
-    elif facts.num_experts % ep:
-        divisors = [d for d in range(1, facts.num_experts + 1) if facts.num_experts % d == 0]
-        what = f"layout.ep {ep} does not divide the model's {facts.num_experts} experts"
-        fix = f"Use one of {', '.join(map(str, divisors))}."
-    else:
-        return
-    yield _problem(config, "layout.experts", "layout.ep", what, "Every rank holds the same number of experts.", fix)
-
-
-def _rounding(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    which = config.engine.fake_quant
-    if which == "none" or facts.experts_format or (which == "all" and facts.linears_format):
-        return
-    yield _problem(
-        config,
-        "engine.fake_quant",
-        "engine.fake_quant",
-        f"engine.fake_quant is {which}, but releases of family {facts.family} quantise no weight of that kind",
-        "It rounds weights as the rollouts hold them, and these hold them unrounded.",
-        "Set engine.fake_quant=none.",
-    )
-
-
-def _replay(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    if config.rollout.router_replay != "none" and not facts.num_experts:
-        what = f"rollout.router_replay is {config.rollout.router_replay}, but the model has no experts"
-        why = "There is no router whose choices could be replayed."
-        yield _problem(config, "rollout.router_replay", "rollout.router_replay", what, why, "Set it to none.")
-
-
-def _tensor_parallel(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    tp, etp = config.layout.tp, config.layout.etp
-    for key, size in (("layout.tp", tp), ("layout.etp", etp)):
-        if size > 1 and not facts.supports_tp:
-            what = f"{key} is {size}, but family {facts.family} runs with {key}=1 only"
-            why = facts.tp_reason or "Its layers cannot be split over tensor-parallel ranks."
-            yield _problem(config, "layout.tp", key, what, why, f"Set {key}=1 and use layout.pp and layout.ep.")
-    if not facts.supports_tp:
-        return
-    for key, size, count, thing in (
-        ("layout.tp", tp, facts.num_heads, "attention heads"),
-        ("layout.tp", tp, facts.num_kv_heads, "key-value heads"),
-        ("layout.tp", tp, facts.ffn_size, "columns of a feed-forward layer"),
-        ("layout.etp", etp, facts.expert_size, "columns of an expert"),
-    ):
-        if count % size:
-            rule = "layout.heads" if "heads" in thing else "layout.columns"
-            what, why = f"{key} {size} does not divide the model's {count} {thing}", "Each rank holds the same number."
-            yield _problem(config, rule, key, what, why, "Use a divisor.")
-    if (tp - 1) * -(-facts.vocab_size // tp) >= facts.vocab_size:
-        what = f"layout.tp {tp} leaves a rank without one of the model's {facts.vocab_size} token ids"
-        why = "Each rank holds an equal share of the vocabulary."
-        yield _problem(config, "layout.vocabulary", "layout.tp", what, why, "Use a smaller layout.tp.")
-    if etp > 1 and not facts.num_experts:
-        what = f"layout.etp is {etp}, but the model has no experts"
-        yield _problem(config, "layout.experts", "layout.etp", what, "It splits experts alone.", "Set layout.etp=1.")
-    elif etp > 1 and (etp != tp or config.layout.ep > 1) and host.resolve_device(config.engine.device) == "cpu":
-        yield _problem(
-            config,
-            "layout.etp",
-            "layout.etp layout.tp layout.ep",
-            f"layout.etp is {etp} with layout.tp {tp} and layout.ep {config.layout.ep} on a CPU",
-            "The ranks of an expert then hold different numbers of tokens, and gloo gathers equal ones only.",
-            "Set layout.etp=1, or layout.etp to layout.tp with layout.ep=1; on GPUs any will do.",
-        )
-
-
 def _lengths(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     longest = config.data.max_prompt + config.rollout.max_response
     if longest > facts.max_positions:
-        yield _problem(
+        yield problem_of(
             config,
             "rollout.positions",
             "rollout.max_response data.max_prompt",
@@ -475,9 +332,9 @@ def _tokenizer(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     if facts.tokenizer_vocab is None:
         why = "Prompts are text, the model reads token ids."
         what = f"{facts.path} has no tokenizer"
-        yield _problem(config, "model.tokenizer", "model.path", what, why, "Copy tokenizer.json beside config.json.")
+        yield problem_of(config, "model.tokenizer", "model.path", what, why, "Copy tokenizer.json beside config.json.")
     elif facts.tokenizer_vocab > facts.vocab_size:
-        yield _problem(
+        yield problem_of(
             config,
             "model.vocabulary",
             "model.path",
@@ -502,7 +359,7 @@ def _disk(config: Config, facts: ModelFacts, run_dir: Path) -> Iterator[Problem]
     kept = min(config.checkpoint.keep + 1, -(-config.trainer.steps // config.checkpoint.every))
     free = host.free_bytes(run_dir)
     if one * kept > free:
-        yield _problem(
+        yield problem_of(
             config,
             "checkpoint.disk",
             "checkpoint.keep",

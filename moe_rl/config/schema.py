@@ -1,15 +1,12 @@
 """Every key of a run: its type, default, unit, allowed values and meaning. Imports no torch.
 
-A key is a dataclass field made by :func:`key`; its metadata is what ``moe-rl explain KEY`` prints and what the loader
-checks values against. Values are reached as attributes (``config.layout.pp``).
+A key is a dataclass field made by :func:`key`; keys.py lists them for ``moe-rl explain KEY`` and for the loader, which
+checks values against them. Values are reached as attributes (``config.layout.pp``).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -360,9 +357,9 @@ class TrainerConfig:
 class ClusterConfig:
     """Machines and processes."""
 
-    nodes: int = key(1, "Machines of the trainer.", low=1)
+    nodes: int = key(1, "Machines of the trainer.", low=1, high=10_000)
     gpus_per_node: int = key(
-        1, "Trainer ranks per machine: GPUs, or processes where engine.device is cpu.", unit="ranks", low=1
+        1, "Trainer ranks per machine: GPUs, or processes where engine.device is cpu.", unit="ranks", low=1, high=128
     )
     gpu_arch: str = key(
         "",
@@ -449,65 +446,3 @@ class Config:
         from .load import load_resolved
 
         return load_resolved(path)
-
-
-@dataclass(frozen=True)
-class KeyInfo:
-    """What is known of one key without a run."""
-
-    name: str
-    type: str
-    default: Any
-    help: str
-    unit: str
-    choices: tuple[Any, ...]
-    low: float | None
-    above: float | None
-    high: float | None
-
-    def allowed(self) -> str:
-        """The allowed values in words, or an empty string where any value of the type will do."""
-        if self.choices:
-            return ("any of " if self.type.startswith("list") else "one of ") + ", ".join(map(str, self.choices))
-        bounds = []
-        if self.above is not None:
-            bounds.append(f"above {self.above:g}")
-        if self.low is not None:
-            bounds.append(f"at least {self.low:g}")
-        if self.high is not None:
-            bounds.append(f"at most {self.high:g}")
-        return " and ".join(bounds)
-
-
-@cache
-def keys() -> dict[str, KeyInfo]:
-    """Every key by its dotted name, in the order of the schema."""
-    return {info.name: info for info in _walk(Config, "")}
-
-
-@cache
-def sections() -> dict[str, str]:
-    """Every section by its dotted name, with its meaning."""
-    found: dict[str, str] = {}
-
-    def visit(cls: type, prefix: str) -> None:
-        for f in dataclasses.fields(cls):
-            if _is_section(f):
-                found[prefix + f.name] = (f.default_factory.__doc__ or "").strip()
-                visit(f.default_factory, f"{prefix}{f.name}.")  # type: ignore[arg-type]
-
-    visit(Config, "")
-    return found
-
-
-def _is_section(f: dataclasses.Field[Any]) -> bool:
-    return dataclasses.is_dataclass(f.default_factory)
-
-
-def _walk(cls: type, prefix: str) -> Iterator[KeyInfo]:
-    for f in dataclasses.fields(cls):
-        if _is_section(f):
-            yield from _walk(f.default_factory, f"{prefix}{f.name}.")  # type: ignore[arg-type]
-            continue
-        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        yield KeyInfo(name=prefix + f.name, type=str(f.type), default=default, **f.metadata)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from moe_rl.config import Config
 from moe_rl.config.facts import ModelFacts
 from moe_rl.config.layout import resolve_stages
+from moe_rl.config.layout_rules import layout_problems
 from moe_rl.config.problem import raise_all
-from moe_rl.config.rules import layout_problems
 from moe_rl.errors import UserError
 from moe_rl.models.weights import Shard
 

@@ -142,7 +142,7 @@ class Memory:
                 for phase in ("rollout", "save", "sync"):
                     host[phase]["kept by malloc"] = kept
             return {phase: {} for phase in PHASES}, host
-        for phase, items in gpu.items():
+        for items in gpu.values():
             items["contexts"] = NCCL_ON_GPU * (2 if self.rollout.colocated else 1)
             if self.rollout.colocated:
                 items["rollout weights"], items["kv cache"] = self.rollout.weights, self.kv_cache()
@@ -230,7 +230,8 @@ class Memory:
         for index in range(len(self.stages)):
             first = index * width // per_node
             best: dict[str, Items] = {}
-            for node in range(first, ((index + 1) * width - 1) // per_node + 1):
+            last = ((index + 1) * width - 1) // per_node
+            for node in sorted({first, min(first + 1, last), last}):  # those between are like the second
                 items = self._node(node, width, per_node)
                 if sum(worst(items).values()) > sum(worst(best).values()):
                     best = items

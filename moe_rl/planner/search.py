@@ -6,6 +6,7 @@ Imports no torch. Every proposal is a configuration that the rules of config/ ac
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,7 +120,8 @@ def balanced(config: Config, facts: ModelFacts) -> list[str]:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 # ----------------------------------------------------------------------------------------------------------- the levers

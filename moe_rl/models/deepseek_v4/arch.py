@@ -100,7 +100,10 @@ class DeepseekV4Arch:
 
     def kernels_lack(self) -> str:
         """What the sizes that the Triton kernels of attention ask for are, where these are others; empty if nothing."""
-        widths = [self.head_dim, *([self.index_num_heads, self.index_head_dim] if SPARSE in self.attention_kinds else [])]
+        widths = [
+            self.head_dim,
+            *([self.index_num_heads, self.index_head_dim] if SPARSE in self.attention_kinds else []),
+        ]
         if any(n < 16 or n & (n - 1) for n in widths) or not 128 <= self.head_dim <= 512:
             return "index heads, their width and head_dim (128 to 512) that are powers of 2"
         return "" if 4 * self.rope_dim <= self.head_dim else "a rotary width of at most head_dim / 4"
