@@ -51,9 +51,10 @@ def run(
             else "\n".join(["rules that this breaks:", *(f"  {p.error()}" for p in problems), *_found(found)])
         )
     plan = Plan.of(config, facts, problems)
-    levers, fraction = finder.levers(plan), finder.least_offload(plan)
+    levers, fraction, longest = finder.levers(plan), finder.least_offload(plan), finder.longest_response(plan)
     if as_json:
-        ways = {"levers": [dataclasses.asdict(lever) for lever in levers], "least_offload_fraction": fraction}
+        ways: dict[str, Any] = {"levers": [dataclasses.asdict(lever) for lever in levers]}
+        ways |= {"least_offload_fraction": fraction, "longest_response": longest}
         return json.dumps(plan.as_dict() | ways | ({"search": found} if search else {}), indent=1)
     lines = [lever.line() for lever in levers]
     spread = finder.saved_by_spreading(plan)
@@ -62,9 +63,13 @@ def run(
     share = (
         "none makes it fit" if fraction is None else f"{1 - fraction:.2%} with optimizer.offload_fraction={fraction:g}"
     )
-    return "\n".join(
-        [describe(plan, lines), f"largest share of the optimizer on the GPU that fits: {share}", *_found(found)]
-    )
+    text = [describe(plan, lines), f"largest share of the optimizer on the GPU that fits: {share}"]
+    if longest:
+        text += [
+            f"largest rollout.max_response that the GPUs have room for, one sequence a micro-batch: {longest['tokens']:,} tokens",
+            f"  activations of engine.attention_backend={longest['backend']}, counted tensor by tensor: {longest['rests_on']}",
+        ]
+    return "\n".join([*text, *_found(found)])
 
 
 def _found(found: Sequence[Any] | None) -> list[str]:
@@ -101,7 +106,8 @@ def with_rates(config: Config, directory: Path) -> Config:
         )
     from moe_rl.planner.search import changed
 
-    return changed(config, {f"machine.{k}": v for k, v in json.loads(file.read_text())["rates"].items()})
+    rates = {f"machine.{k}": v for k, v in json.loads(file.read_text())["rates"].items()}
+    return changed(config, rates, origin=str(file))
 
 
 def keep_comparison(directory: Path, config: Config) -> str:

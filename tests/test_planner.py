@@ -20,7 +20,7 @@ from moe_rl.models.family import read_facts
 from moe_rl.planner.inventory import Inventory
 from moe_rl.planner.memory import ray_default_store
 from moe_rl.planner.plan import Plan
-from moe_rl.planner.search import changed, levers, search
+from moe_rl.planner.search import changed, levers, longest_response, search
 from moe_rl.planner.stages import balance
 from moe_rl.planning import keep_comparison, read, run, with_rates
 
@@ -124,6 +124,19 @@ def test_a_config_json_is_enough():
     assert "layouts that fit" in text and "GiB" in text
 
 
+@pytest.mark.parametrize("backend", ["triton", "plain"])
+def test_the_largest_response_just_fits(backend):
+    """It fits, the next length does not; and it is less with the backend that keeps more."""
+    keys = [f"engine.attention_backend={backend}", "layout.pin_hash_layers=false"]
+    found = longest_response(planned(*keys, hw="h100"))
+    assert found["backend"] == backend and found["rests_on"]
+    for tokens, fits in ((found["tokens"], True), (found["tokens"] + 64, False)):
+        longer = [f"rollout.max_response={tokens}", f"engine.max_tokens_per_micro_batch={2048 + tokens}"]
+        plan = planned(*keys, *longer, hw="h100")
+        assert (max(plan.gpu_per_stage()) <= 79.6 * GIB) == fits
+    assert longest_response(planned("engine.device=cpu", hw="h100")) is None
+
+
 def test_levers_say_what_they_save():
     found = {lever.lever: lever for lever in levers(planned(hw="h100"))}
     spread = found["layout.pin_hash_layers=false"]
@@ -215,7 +228,10 @@ def test_rates_of_a_run_count(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"rates": {"decode_layer_ms": 2.12}}))
     options = dict(hw="h100", files=(), search=False, as_json=True)
     plain = json.loads(run("dsv4-pro", [], measured=None, **options))["step"]["rollout"]
-    assert json.loads(run("dsv4-pro", [], measured=tmp_path, **options))["step"]["rollout"] == pytest.approx(2 * plain)
+    again = json.loads(run("dsv4-pro", [], measured=tmp_path, **options))
+    assert again["step"]["rollout"] == pytest.approx(2 * plain)
+    assert again["rates"]["decode_layer_ms"] == {"value": 2.12, "origin": str(tmp_path / "plan.json")}
+    assert "optimizers_h200.json" in again["rates"]["pcie_gbps"]["source"]
 
 
 def test_a_runs_plan_is_kept_beside_what_it_measured(tmp_path):

@@ -6,6 +6,20 @@ from dataclasses import dataclass
 
 from .key import key
 
+OPTIMIZERS, REFERENCE = "measured, benchmarks/results/optimizers_h200.json", "inferred from verl PR #8383"
+RATES = {  # with the value that a source gives, and the source
+    "tflops": (),
+    "utilisation": (0.024, REFERENCE),
+    "hbm_gbps": (),
+    "pcie_gbps": (55.0, OPTIMIZERS),
+    "host_gbps": (67.0, OPTIMIZERS),
+    "nic_gbps": (),
+    "link_efficiency": (0.7, "assumed"),
+    "nvlink_gbps": (),
+    "disk_gbps": (1.0, "assumed"),
+    "decode_layer_ms": (1.06, REFERENCE),
+}
+
 
 @dataclass
 class MachineConfig:

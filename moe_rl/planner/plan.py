@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_rl.config import Config, ModelFacts, Problem
 from moe_rl.config.layout import format_stages, parse
+from moe_rl.config.machine import RATES
 
 from .comm import SyncPlan, sync_plan
 from .inventory import Inventory, parameters
@@ -108,6 +109,16 @@ class Plan:
             rates.disk_gbps = machine.disk_gbps * t.save / save
         return rates
 
+    def rates_used(self) -> dict[str, dict[str, Any]]:
+        """The machine's rates that times come from: `value`, `origin` of the key and, where the value has one, its `source`."""
+        found = {}
+        for name, source in RATES.items():
+            value = self.config.get(f"machine.{name}")
+            found[name] = {"value": value, "origin": self.config.origin(f"machine.{name}")}
+            if source and value == source[0]:
+                found[name]["source"] = source[1]
+        return found
+
     def kept(self) -> list[str]:
         """Rules on layout, batch and memory that hold."""
         broken = {problem.rule for problem in self.problems}
@@ -185,6 +196,7 @@ class Plan:
                 "optimizer": t.optimizer,
                 "sync": t.sync,
             },
+            "rates": self.rates_used(),
             "rollout": {
                 "engine": "vllm" if m.rollout.vllm else "transformers",
                 "replicas": m.rollout.replicas,

@@ -14,11 +14,13 @@ from moe_rl.config import Config, ModelFacts
 from moe_rl.config.plan_rules import plan_problems
 from moe_rl.errors import UserError
 
+from .activations import EVIDENCE, backend, on_gpu
 from .memory import GIB
 from .plan import Plan
 from .stages import balance, write
 
 KEPT = 10  # proposals
+LENGTHS = 64  # tokens: responses are tried in steps of these
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Proposal:
         return f"{self.seconds:9.1f} s  GPU {self.gpu_gib:6.1f} GiB  node {self.host_gib:7.1f} GiB  {keys}"
 
 
-def changed(config: Config, keys: dict[str, object]) -> Config:
-    """A copy of the configuration with other values."""
+def changed(config: Config, keys: dict[str, object], origin: str = "plan") -> Config:
+    """A copy of the configuration with other values, which came from `origin`."""
     new = copy.copy(config)
     new.origins = {k: v for k, v in config.origins.items() if k not in keys}
     for section in {name.partition(".")[0] for name in keys}:
@@ -47,7 +49,7 @@ def changed(config: Config, keys: dict[str, object]) -> Config:
     for name, value in keys.items():
         section, _, key = name.rpartition(".")
         setattr(new.get(section), key, value)
-        new.origins[name] = "plan"
+        new.origins[name] = origin
     return new
 
 
@@ -198,6 +200,25 @@ def least_offload(plan: Plan, steps: int = 16) -> float | None:
         if Plan.of(changed(plan.config, keys), plan.facts).fits:
             return i / steps
     return None
+
+
+def longest_response(plan: Plan) -> dict[str, object] | None:
+    """The largest rollout.max_response that all GPUs have room for, with one sequence a micro-batch and all else as it is:
+    `tokens` (0: not even the shortest), the `backend` whose activations count, and what these rest on. None on a CPU."""
+    c, facts = plan.config, plan.facts
+    if not on_gpu(c):
+        return None
+
+    def fits(response: int) -> bool:
+        keys = {"rollout.max_response": response, "engine.max_tokens_per_micro_batch": c.data.max_prompt + response}
+        return max(Plan.of(changed(c, dict(keys)), facts).gpu_per_stage()) <= c.machine.gpu_memory_gib * GIB
+
+    low, high = 0, max(0, facts.max_positions - c.data.max_prompt) // LENGTHS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * LENGTHS) else (low, middle - 1)
+    used = backend(c, facts)
+    return {"tokens": low * LENGTHS, "backend": used, "rests_on": EVIDENCE[used]}
 
 
 def saved_by_spreading(plan: Plan) -> float:

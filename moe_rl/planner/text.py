@@ -36,6 +36,7 @@ def describe(plan: Plan, levers: Sequence[str] = ()) -> str:
         f"step: {step['seconds']:,.1f} s = rollout {step['rollout']:,.1f} + log-probs {step['log_prob']:,.1f} + update"
         f" {step['update']:,.1f} (optimizer {step['optimizer']:,.1f}) + weight update {step['sync']:,.1f}",
         *plan.sync.lines(),
+        f"rates: {_rates(d['rates'])}",
         "checkpoint, GiB: " + ", ".join(f"{part} {size:,.1f}" for part, size in d["checkpoint_gib"].items()),
         f"run: {run['steps']} steps, {run['hours']:,.1f} h, {run['node_hours']:,.1f} node-hours, at most"
         f" {run['tokens_at_most'] / 1e6:,.1f}e6 tokens",
@@ -80,6 +81,15 @@ def _stages(plan: Plan, gpu: Mapping[str, list[float]], host: Mapping[str, list[
             gb = float(node) * GIB / 1e9
             yield f"  {name:>7}: {ends}  GPU {peak} GiB, trainer {kept} GiB, node {node} GiB ({gb:.0f} GB)"
             start = i
+
+
+def _rates(rates: Mapping[str, Mapping[str, object]]) -> str:
+    """Rates by where they come from."""
+    found: dict[str, list[str]] = {}
+    for name, rate in rates.items():
+        place = f"{rate['origin']}: {rate['source']}" if "source" in rate else f"{rate['origin']}"
+        found.setdefault(place, []).append(f"{name} {rate['value']:g}")
+    return "; ".join(f"{', '.join(names)} ({place})" for place, names in found.items())
 
 
 def _rollout(r: Mapping[str, object]) -> str:
