@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_rl.models.weights import dtype_name, whole_parts
+from moe_rl.models.wire import is_integer
 from moe_rl.reshard.transport import pack
 from moe_rl.rollout.engine import Request
 from tests.released_v4 import dequantised, released_config, write_released
@@ -39,9 +40,9 @@ def packets(path: Path, held: list, version: int) -> list:
     """The checkpoint's decoded values as a trainer sends them."""
     dtypes = {h.name: h.dtype for h in held}
     values = {
-        n: torch.from_numpy(v).to(torch.bfloat16 if dtypes[n] == "bf16" else torch.float32)
-        if dtypes[n] in ("bf16", "fp32")
-        else torch.from_numpy(v)
+        n: torch.from_numpy(v)
+        if is_integer(dtypes[n])
+        else torch.from_numpy(v).to(torch.float32 if dtypes[n] == "fp32" else torch.bfloat16)
         for n, v in dequantised(path).items()
     }
     parts = whole_parts(values)

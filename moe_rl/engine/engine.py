@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +196,13 @@ class Engine:
                 for layer in (layer for chunk in chunks for layer in chunk.layers.values()):
                     fake_quant.install(layer, parts, self.rounding, self._scale)
 
-    def sent(self, names: Iterable[str]) -> dict[str, list[Part]]:
+    def sent(self, names: Iterable[str], encoded: Collection[str] = ()) -> dict[str, list[Part]]:
         """The parts of these tensors as a rollout must have them: the live ones, or copies where `engine.fake_quant` rounds
-        (to encode a copy once more changes no value)."""
+        and they are not among the `encoded`, which the codec rounds anyway."""
         parts = self.weights()
         found = {name: parts[name] for name in names if name in parts}
-        return found | fake_quant.rounded_parts(parts, found, self.rounding, self._scale) if self.rounding else found
+        plain = found.keys() - set(encoded)
+        return found | fake_quant.rounded_parts(parts, plain, self.rounding, self._scale) if self.rounding else found
 
     def weights(self, *, reference: bool = False) -> dict[str, list[Part]]:
         """Released name -> the live blocks of every tensor that this rank has a share of, buffers included."""

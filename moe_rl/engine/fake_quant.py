@@ -17,7 +17,7 @@ from torch import nn
 from moe_rl.errors import UserError
 from moe_rl.models import codec
 from moe_rl.models.weights import Part, WeightTable
-from moe_rl.models.wire import FP8_BLOCK, MXFP4_BLOCK, Wire
+from moe_rl.models.wire import Wire, cut_inside
 
 Parts = Mapping[str, Sequence[Part]]
 EXPERTS, ALL = "experts", "all"
@@ -104,12 +104,10 @@ def _shadow(layer: nn.Module, owner: nn.Module, name: str, rows: Sequence[tuple[
 
 
 def _check_blocks(name: str, part: Part, kind: str) -> None:
-    sizes = (1, MXFP4_BLOCK) if kind == "mxfp4" else (FP8_BLOCK, FP8_BLOCK)
-    for start, extent, whole, size in zip(part.start, part.view.shape, part.shape, sizes, strict=True):
-        if start % size or ((start + extent) % size and start + extent != whole):
-            raise UserError(
-                "engine.fake_quant",
-                f"{name} [{', '.join(map(str, part.shape))}] is cut at {start}:{start + extent}, inside a block of {size}",
-                "Ranks that share a block of the format do not know its scale.",
-                "Use a smaller layout.tp or layout.etp, or engine.fake_quant=none.",
-            )
+    if where := cut_inside(kind, part.box(name), part.shape):
+        raise UserError(
+            "engine.fake_quant",
+            where,
+            "Ranks that share a block of the format do not know its scale.",
+            "Use a smaller layout.tp or layout.etp, or engine.fake_quant=none.",
+        )

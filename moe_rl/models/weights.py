@@ -37,8 +37,9 @@ _DTYPES = (
     DType("int32", "int32", "I32", 4, True),
     DType("int64", "int64", "I64", 8, True),
 )
-DTYPES = {d.name: d for d in _DTYPES}
-BY_TORCH_NAME = {d.torch: d for d in _DTYPES}
+_CODES = DType("u8", "uint8", "U8", 1, True)  # of a weight that travels encoded: no parameter has it
+DTYPES = {d.name: d for d in (*_DTYPES, _CODES)}
+BY_TORCH_NAME = {d.torch: d for d in DTYPES.values()}
 BY_SAFETENSORS_NAME = {d.safetensors: d for d in _DTYPES}
 
 

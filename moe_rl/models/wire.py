@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from moe_rl.models.weights import BY_SAFETENSORS_NAME, DTYPES, Entry, TensorSpec, WeightTable
+from moe_rl.models.weights import BY_SAFETENSORS_NAME, DTYPES, Box, Entry, TensorSpec, WeightTable
 
 FP8_BLOCK, MXFP4_BLOCK = 128, 32
+BLOCKS = {"fp8": (FP8_BLOCK, FP8_BLOCK), "fp8_f32": (FP8_BLOCK, FP8_BLOCK), "mxfp4": (1, MXFP4_BLOCK)}
+"""Forms in which a weight travels encoded -> rows and columns under one scale; "fp8_f32" has float32 scales."""
 FP8, E8M0, BYTES = "F8_E4M3", "F8_E8M0", ("I8", "U8")
 SCALES = (E8M0, "F32")
 SIZES = {d.safetensors: d.size for d in DTYPES.values()} | {FP8: 1, E8M0: 1, "I8": 1, "U8": 1}
@@ -61,6 +63,11 @@ class Wire:
     def kind(self, entry: Entry) -> str:
         """How an entry is stored: "", "fp8" or "mxfp4"."""
         return {"": "", "fp8": self.linears, "mxfp4": self.experts}[entry.row.quant]
+
+    def form(self, entry: Entry) -> str:
+        """The form in which an entry travels to a rollout that keeps it so: one of `BLOCKS`, or "" as it is."""
+        kind = self.kind(entry)
+        return "fp8_f32" if kind == "fp8" and self.scale == "F32" else kind
 
     def pieces(self, entry: Entry) -> tuple[Piece, ...]:
         """The tensors on disk of an entry, the weight first."""
@@ -115,20 +122,67 @@ class Wire:
 PLAIN = Wire()
 
 
-def is_integer(dtype: str) -> bool:
-    """Whether a form in which a tensor travels (a short name, "fp8", "mxfp4") holds integers."""
-    return dtype in DTYPES and DTYPES[dtype].integer
+def is_integer(form: str) -> bool:
+    """Whether a form in which a tensor travels (a short dtype or one of `BLOCKS`) holds integers."""
+    return form in DTYPES and DTYPES[form].integer
 
 
-def wire_bytes(dtype: str, start: Sequence[int], extent: Sequence[int]) -> int:
-    """Bytes of a block that travels as `dtype` (a short name, "fp8", "mxfp4"), the E8M0 scales that it touches included."""
-    if dtype == "mxfp4":
+class Stored(NamedTuple):
+    """A block of one tensor of a checkpoint: short dtype ("u8" for codes and E8M0 scales) and the whole tensor's shape."""
+
+    dtype: str
+    box: Box
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * DTYPES[self.dtype].size
+
+
+def stored(form: str, box: Box, shape: Sequence[int]) -> tuple[Stored, ...]:
+    """What a block of a weight of `shape` is in a checkpoint: itself, or codes and then scales."""
+    if form not in BLOCKS:
+        return (Stored(form, box, tuple(shape)),)
+    codes, scales = ((1, 2) if form == "mxfp4" else (1, 1)), BLOCKS[form]
+    return (
+        Stored("u8", _shrunk(box.name, box, codes), _shrunk("", Box("", (0, 0), tuple(shape)), codes).extent),
+        Stored(
+            "fp32" if form == "fp8_f32" else "u8",
+            _shrunk(scale_name(box.name), box, scales),
+            _shrunk("", Box("", (0, 0), tuple(shape)), scales).extent,
+        ),
+    )
+
+
+def stored_names(weight: str, form: str) -> tuple[str, ...]:
+    """Names of the tensors that a weight in a form is in a checkpoint."""
+    return (weight, scale_name(weight)) if form in BLOCKS else (weight,)
+
+
+def _shrunk(name: str, box: Box, by: Sequence[int]) -> Box:
+    """The block of elements that each stand for `by` of the weight's."""
+    start = tuple(at // n for at, n in zip(box.start, by, strict=True))
+    ends = (-(-(at + size) // n) for at, size, n in zip(box.start, box.extent, by, strict=True))
+    return Box(name, start, tuple(end - first for end, first in zip(ends, start, strict=True)))
+
+
+def wire_bytes(form: str, start: Sequence[int], extent: Sequence[int]) -> int:
+    """Bytes of a block that travels in a form (a short dtype or one of `BLOCKS`), the scales that it touches included."""
+    if form == "mxfp4":
         (_, left), (rows, columns) = start, extent
         return rows * (-(-columns // 2) + -(-(left + columns) // MXFP4_BLOCK) - left // MXFP4_BLOCK)
-    if dtype == "fp8":
+    if form in BLOCKS:
         blocks = (-(-(at + n) // FP8_BLOCK) - at // FP8_BLOCK for at, n in zip(start, extent, strict=True))
-        return math.prod(extent) + math.prod(blocks)
-    return math.prod(extent) * DTYPES[dtype].size
+        return math.prod(extent) + math.prod(blocks) * (4 if form == "fp8_f32" else 1)
+    return math.prod(extent) * DTYPES[form].size
+
+
+def cut_inside(form: str, box: Box, shape: Sequence[int]) -> str:
+    """Where a block of a weight begins or ends under a scale that it shares with another, in words; "" if nowhere."""
+    for first, size, whole, n in zip(box.start, box.extent, shape, BLOCKS.get(form, ()), strict=False):
+        if first % n or ((first + size) % n and first + size != whole):
+            return f"{box.name} {list(shape)} is cut at {first}:{first + size}, inside a block of {n}"
+    return ""
 
 
 def scale_name(weight: str) -> str:

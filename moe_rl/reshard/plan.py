@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from moe_rl.errors import RunFailed
 from moe_rl.models.weights import Box
-from moe_rl.models.wire import is_integer, wire_bytes
+from moe_rl.models.wire import BLOCKS, cut_inside, is_integer, wire_bytes
 
 SLACK = 1.02  # how far an owner may pass its equal part for a sender that is nearer or a peer already
 
@@ -35,7 +35,7 @@ class Owned(NamedTuple):
 
 class Held(NamedTuple):
     """What a receiver (a rollout worker, numbered from 0) must be given of the tensor `name` of `shape`, in the form that
-    it keeps it in: the block `box`, or all of it. `dtype` is a short name, or "fp8" or "mxfp4" for codes and block scales."""
+    it keeps it in: the block `box`, or all of it. `dtype` is a short name, or one of `wire.BLOCKS` for codes and scales."""
 
     receiver: int
     name: str
@@ -99,6 +99,54 @@ class Plan:
             f"  a rank sends {range_text(sent.values())} to {peers_text([source_peers[r] for r in sent])} receivers\n"
             f"  a receiver takes {range_text(received.values())} from {peers_text(receiver_peers.values())} ranks"
         )
+
+
+class Cargo(NamedTuple):
+    """A block on its way: in which form it travels, and the shape of the whole tensor."""
+
+    box: Box
+    form: str
+    shape: tuple[int, ...]
+
+
+class Bundle(NamedTuple):
+    """Blocks that one source makes once, for all of `receivers`, which take them in the same form. `round` orders bundles:
+    in a round no source and no receiver has a second one, so that who goes through its own in this order never waits
+    for one that waits for it."""
+
+    round: int
+    source: int
+    receivers: tuple[int, ...]
+    cargo: tuple[Cargo, ...]
+
+
+def in_bundles(plan: Plan, held: Sequence[Share]) -> tuple[Bundle, ...]:
+    """A plan's transfers by what is the same for several receivers, in order of rounds and sources."""
+    forms: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {}
+    for share in held:
+        forms |= dict.fromkeys(share.ranks, {name: (shape, dtype) for name, shape, dtype, _ in share.tensors})
+    wanted: dict[tuple[int, Cargo], list[int]] = defaultdict(list)
+    for source, receiver, boxes, _ in plan.transfers:
+        here = forms[receiver]
+        for box in boxes:
+            shape, form = here[box.name]
+            wanted[source, Cargo(box, form, shape)].append(receiver)
+    cargo: dict[tuple[int, tuple[int, ...]], list[Cargo]] = defaultdict(list)
+    for (source, item), takers in wanted.items():
+        cargo[source, tuple(takers)].append(item)
+    sizes = {key: sum(wire_bytes(c.form, c.box.start, c.box.extent) for c in items) for key, items in cargo.items()}
+    busy: Counter[tuple[str, int]] = Counter()  # of each side's ranks the rounds that are taken, a bit each
+    out = []
+    for source, receivers in sorted(cargo, key=lambda key: (-sizes[key] * len(key[1]), key)):
+        ends = [("source", source), *(("receiver", r) for r in receivers)]
+        taken = 0
+        for end in ends:
+            taken |= busy[end]
+        first = (~taken & (taken + 1)).bit_length() - 1
+        for end in ends:
+            busy[end] |= 1 << first
+        out.append(Bundle(first, source, receivers, tuple(sorted(cargo[source, receivers]))))
+    return tuple(sorted(out))
 
 
 def _size(nbytes: int) -> str:
@@ -171,7 +219,7 @@ def plan_shares(owned: Sequence[Share], held: Sequence[Share], topology: Topolog
 
     Raises:
         RunFailed: tensors that no rank owns (or not all of), that no receiver holds, that differ in shape or kind of dtype,
-            or that one side lists twice; all of them are named.
+            or that one side lists twice; blocks to encode whose edge shares a scale. All of them are named.
     """
     groups = _join(owned, held)
     load: Counter[int] = Counter()
@@ -230,17 +278,27 @@ def _join(owned: Sequence[Share], held: Sequence[Share]) -> dict[tuple[int, ...]
     blocks = _check(owned, held)
     ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
     groups: dict[tuple[int, ...], dict[int, _Pieces]] = defaultdict(dict)
+    shared: list[str] = []
     for i, share in enumerate(held):
-        for name, _, dtype, wanted in share.tensors:
+        for name, shape, dtype, wanted in share.tensors:
             for block, having in blocks[name].items():
                 piece = wanted if wanted == block else wanted & block
                 if not piece.numel:
                     continue
+                if dtype in BLOCKS and (where := cut_inside(dtype, piece, shape)):
+                    shared.append(f"{where} ({dtype})")
                 key = tuple(having)
                 if key not in ranks_of:
                     ranks_of[key] = tuple(sorted(rank for k in key for rank in owned[k].ranks))
-                bundle = groups[ranks_of[key]].setdefault(i, _Pieces([]))
-                bundle.pieces.append((piece, wire_bytes(dtype, piece.start, piece.extent)))
+                pieces = groups[ranks_of[key]].setdefault(i, _Pieces([])).pieces
+                pieces.append((piece, wire_bytes(dtype, piece.start, piece.extent)))
+    if shared:
+        raise RunFailed(
+            "reshard.blocks",
+            f"{len(shared)} blocks cannot be encoded where they are:\n    " + "\n    ".join(shared),
+            "Values under one scale lie on two ranks, or go to two, and neither knows the scale.",
+            "Use a smaller layout.tp, layout.etp or rollout.tp.",
+        )
     return groups
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from moe_rl.errors import RunFailed
 from moe_rl.models.digest import block_sums
-from moe_rl.models.weights import Box, Part, Parts, dtype_name
+from moe_rl.models.weights import Box, Part, Parts, dtype_name, torch_dtype
+from moe_rl.models.wire import Stored, stored, stored_names
 from moe_rl.reshard.plan import Held
-from moe_rl.reshard.transport import Item, Packet, unpack
+from moe_rl.reshard.transport import ALIGNMENT, Item, Packet, unpack
 
 
 class Receiver:
@@ -20,9 +22,12 @@ class Receiver:
     an update until `finish` has proven it. What serves requests must look at it.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        """`parts`: released name -> live blocks, the whole of what this receiver holds."""
+    def __init__(self, parts: Parts, held: Sequence[Held] = ()) -> None:
+        """`parts`: name of a checkpoint's tensor -> live blocks, the whole of what this receiver holds. `held`, where weights
+        are kept encoded, declares them (see `place`): a weight's codes and scales are tensors of their own in `parts`."""
         self._parts = dict(parts)
+        self._held = tuple(held)
+        self._forms = {h.name: h.dtype for h in held}
         self._staged: dict[str, list[Item]] = {}
         self._pending: int | None = None
         self._last = -1
@@ -31,6 +36,8 @@ class Receiver:
 
     def holdings(self, receiver: int) -> list[Held]:
         """What this end must be given, read from the live model; `receiver` is its number in the plan."""
+        if self._held:
+            return [h._replace(receiver=receiver) for h in self._held]
         return [
             Held(receiver, name, part.shape, dtype_name(part.view), part.box(name))
             for name, parts in self._parts.items()
@@ -106,7 +113,7 @@ class Receiver:
         Raises:
             RunFailed: with every tensor at fault; `version` stays -1 until a later update is proven.
         """
-        wanted = set(names)
+        wanted = {tensor for name in names for tensor in stored_names(name, self._forms.get(name, ""))}
         problems = []
         if version != self._pending:
             problems.append(f"packets of version {self._pending} were staged")
@@ -144,6 +151,39 @@ class Receiver:
         return RunFailed(
             "reshard.receive", what, "the rollout would sample from weights that are not the trainer's", "send it again"
         )
+
+
+class Place(NamedTuple):
+    """A tensor of a checkpoint in a buffer: the weight that it belongs to, what it is, its first byte."""
+
+    weight: str
+    tensor: Stored
+    offset: int
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of `buffer`, uint8 [bytes]."""
+        _, (_, _, extent), _ = self.tensor
+        dtype = torch_dtype(self.tensor.dtype)
+        return buffer[self.offset : self.offset + self.tensor.nbytes].view(dtype).view(extent)
+
+
+def place(held: Iterable[Held], alignment: int = ALIGNMENT) -> tuple[list[Place], int]:
+    """Where each tensor of what is held lies in one buffer, in checkpoint layout, and the buffer's bytes."""
+    places, offset = [], 0
+    for h in held:
+        box = h.box or Box(h.name, (0,) * len(h.shape), h.shape)
+        for tensor in stored(h.dtype, box, h.shape):
+            places.append(Place(h.name, tensor, offset))
+            offset += -(-tensor.nbytes // alignment) * alignment
+    return places, offset
+
+
+def placed_parts(places: Iterable[Place], buffer: torch.Tensor) -> dict[str, list[Part]]:
+    """The blocks of a `Receiver` that stages into `buffer`."""
+    parts: dict[str, list[Part]] = {}
+    for p in places:
+        parts.setdefault(p.tensor.box.name, []).append(Part(p.within(buffer), p.tensor.box.start, p.tensor.shape))
+    return parts
 
 
 def _named(what: str, names: Iterable[str]) -> list[str]:

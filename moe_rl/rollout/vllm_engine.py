@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import socket
 import tempfile
 import threading
@@ -28,10 +29,9 @@ from moe_rl.config.host import resolve_device
 from moe_rl.config.schema import Config
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_config, read_facts, special_ids
-from moe_rl.models.weights import DTYPES, Part, torch_dtype
 from moe_rl.reshard.plan import Held
-from moe_rl.reshard.receive import Receiver
-from moe_rl.reshard.transport import ALIGNMENT, Packet
+from moe_rl.reshard.receive import Receiver, place, placed_parts
+from moe_rl.reshard.transport import Packet
 from moe_rl.rollout.engine import Completion, Request, check_requests, no_weights
 from moe_rl.rollout.vllm_args import kernel_options, replica_nodes
 
@@ -134,7 +134,7 @@ class VllmEngine:
         self._processes: list[psutil.Process] = []
         held = self._run(self._start())
         self._staging = _Staging(held)
-        self._receiver = Receiver(self._staging.parts)
+        self._receiver = Receiver(self._staging.parts, self._staging.held)
 
     @classmethod
     def from_config(cls, config: Config) -> VllmEngine:
@@ -203,7 +203,7 @@ class VllmEngine:
     async def _load(self, version: int) -> None:
         """Have the workers load what is staged; what they find wrong ends the run."""
         self._receiver.version = -1
-        found = await self._ask("weights_update", self._staging.path, self._staging.index)
+        found = await self._ask("weights_update", self._staging.path, pickle.dumps(self._staging.index))
         await self._llm.reset_prefix_cache()
         problems = sorted({problem for worker in found for problem in worker})
         if problems:
@@ -441,21 +441,13 @@ class _Staging:
     """A file in memory that holds every tensor of a replica once, in checkpoint layout; it goes with this process."""
 
     def __init__(self, held: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        self.index: list[list[Any]] = []
-        size = 0
-        for name, (shape, dtype) in held.items():
-            self.index.append([name, dtype, list(shape), size])
-            size += -(-int(np.prod(shape)) * DTYPES[dtype].size // ALIGNMENT) * ALIGNMENT
+        self.held = [Held(0, name, tuple(shape), form) for name, (shape, form) in held.items()]
+        self.index, size = place(self.held)
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             os.truncate(file.fileno(), max(size, 1))
             self._handle = os.dup(file.fileno())
         self.path = f"/proc/{os.getpid()}/fd/{self._handle}"  # the file has no name: nothing is left of it after a kill
-        whole = torch.from_numpy(np.memmap(self.path, np.uint8, mode="r+"))
-        self.parts: dict[str, list[Part]] = {}
-        for name, dtype, shape, offset in self.index:
-            nbytes = int(np.prod(shape)) * DTYPES[dtype].size
-            view = whole[offset : offset + nbytes].view(torch_dtype(dtype)).view(shape)
-            self.parts[name] = [Part(view, (0,) * len(shape), tuple(shape))]
+        self.parts = placed_parts(self.index, torch.from_numpy(np.memmap(self.path, np.uint8, mode="r+")))
 
 
 def _layout_options(tp: int, dp: int, ep: int, num_experts: int) -> dict[str, Any]:

@@ -15,27 +15,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from moe_rl.models.family import get_family, read_config, read_facts
-from moe_rl.models.weights import WeightTable, torch_dtype
-from moe_rl.models.wire import PLAIN, Wire, scale_name
+from moe_rl.models.weights import WeightTable
+from moe_rl.models.wire import BLOCKS, PLAIN, Stored, Wire
+from moe_rl.reshard.receive import Place
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _PR_SET_PDEATHSIG = 1
 _MARK = 0xA5  # of bytes that no update has written yet
-
-
-class Entry(NamedTuple):
-    """A whole released tensor in the staging file: `dtype` is a short name, `offset` its first byte."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 class WeightExtension:
@@ -48,7 +40,7 @@ class WeightExtension:
     parallel_config: Any
 
     def weights_prepare(self, record_routing: bool, out: str) -> None:
-        """Cover vLLM's gaps, and write what the live model holds: {released name: (shape, short dtype)}."""
+        """Cover vLLM's gaps, and write what the live model holds: {released name: (shape, form that it is loaded in)}."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it would outlive a parent that is killed
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
@@ -56,18 +48,25 @@ class WeightExtension:
 
             vllm_cpu.install()
         _keep_live()
-        table, local = _table(self.model_config.model), _local_experts(model)
+        table, local, config = (
+            _table(self.model_config.model),
+            _local_experts(model),
+            read_config(self.model_config.model),
+        )
+        wire = Wire.released(config) if "quantization_config" in config else PLAIN
         own = "bf16" if self.model_config.dtype == torch.bfloat16 else "fp32"
         held = {}
-        for name, spec in table.expected().items():
+        for entry in table.entries:
+            name, spec = entry.name, entry.spec
             if spec.expert is None or spec.layer not in local or spec.expert in local[spec.layer]:
-                held[name] = (spec.shape, own if spec.dtype == "bf16" else spec.dtype)
+                held[name] = (spec.shape, wire.form(entry) or (own if spec.dtype == "bf16" else spec.dtype))
         self._held = held
         self._routing = _Routing(self.model_runner) if record_routing else None
         self._answer(out, held)
 
-    def weights_update(self, staging: str, index: list[list[Any]], out: str) -> None:
+    def weights_update(self, staging: str, index: bytes, out: str) -> None:
         """Load every held tensor from the staging file, layer by layer; write what is wrong afterwards, [] if nothing.
+        `index` is a pickled list of `Place`.
 
         The live tensors are marked before and must all have been written after: a tensor that vLLM's reload passes over
         would otherwise keep its old value in silence.
@@ -76,16 +75,16 @@ class WeightExtension:
 
         model = self.model_runner.get_model()
         source = torch.from_numpy(np.memmap(staging, np.uint8, mode="c"))
-        entries = {e.name: e for e in (Entry(n, d, tuple(s), o) for n, d, s, o in index)}
-        problems = _named("are held and were not sent", self._held.keys() - entries.keys())
+        places = [place for place in pickle.loads(index) if place.weight in self._held]
+        problems = _named("are held and were not sent", self._held.keys() - {place.weight for place in places})
         if not problems:
             with torch.no_grad(), set_current_vllm_config(self.vllm_config), torch.device(self.device):
                 mark(model)
-                self._reload(model, source, [entries[name] for name in self._held])
+                self._reload(model, source, places)
                 problems = _named("of the live model were not written", unwritten(model))
         self._answer(out, problems)
 
-    def _reload(self, model: Any, source: torch.Tensor, entries: list[Entry]) -> None:
+    def _reload(self, model: Any, source: torch.Tensor, places: list[Place]) -> None:
         from vllm.model_executor.model_loader import reload
 
         if self.device.type == "cpu":
@@ -93,12 +92,12 @@ class WeightExtension:
 
             vllm_cpu.forget_layout(model)
         reload.initialize_layerwise_reload(model)
-        table, config = _table(self.model_config.model), read_config(self.model_config.model)
-        wire = Wire.released(config) if "quantization_config" in config else PLAIN
-        kinds = {entry.name: wire.kind(entry) for entry in table.entries}
-        for names in _by_layer(table, [entry.name for entry in entries]):
-            values = ((e, _tensor(source, e).to(self.device)) for e in entries if e.name in names)
-            model.load_weights(piece for e, value in values for piece in _encoded(e.name, kinds[e.name], value, wire))
+        for names in _by_layer(_table(self.model_config.model), self._held):
+            model.load_weights(
+                (p.tensor.box.name, as_stored(p.within(source).to(self.device), p.tensor, self._held[p.weight][1]))
+                for p in places
+                if p.weight in names
+            )
         reload.finalize_layerwise_reload(model, self.model_config)
 
     def routing_take(self, ids: list[str], out: str) -> None:
@@ -178,25 +177,13 @@ def _by_layer(table: WeightTable, names: Iterable[str]) -> Iterator[set[str]]:
         yield groups[layer]
 
 
-def _tensor(source: torch.Tensor, entry: Entry) -> torch.Tensor:
-    dtype = torch_dtype(entry.dtype)
-    size = int(np.prod(entry.shape)) * dtype.itemsize
-    return source[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
-
-
-def _encoded(name: str, kind: str, value: torch.Tensor, wire: Wire) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor as a released checkpoint stores it: by itself, or codes and block scales."""
-    from moe_rl.models import codec
-
-    if not kind:
-        yield name, value
-        return
-    if kind == "fp8":
-        codes, scales = codec.fp8_encode(value, scale_dtype="fp32" if wire.scale == "F32" else "e8m0", name=name)
-    else:
-        codes, scales = codec.mxfp4_encode(value, name=name)
-        codes, scales = codes.view(torch.int8), scales.view(torch.float8_e8m0fnu)
-    yield from ((name, codes), (scale_name(name), scales))
+def as_stored(value: torch.Tensor, tensor: Stored, form: str) -> torch.Tensor:
+    """Codes and E8M0 scales, which travel as bytes, in the dtype that a checkpoint has them in."""
+    if form not in BLOCKS or tensor.dtype != "u8":
+        return value
+    if tensor.box.name.endswith(".scale"):
+        return value.view(torch.float8_e8m0fnu)
+    return value.view(torch.int8 if form == "mxfp4" else torch.float8_e4m3fn)
 
 
 def mark(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from moe_rl.config.host import resolve_device
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.grpo.batching import micro_batches
 from moe_rl.launch.node import EXCHANGE, NODES, meet, raise_failed
-from moe_rl.reshard.plan import make_plan
+from moe_rl.reshard.plan import in_bundles, plan_shares, shares
 from moe_rl.trainer.faults import collect
 from moe_rl.trainer.session import Session, signals_held
 from moe_rl.trainer.worker import OptimizerStep, RolloutWorker, Sequences, TrainerWorker
@@ -350,9 +350,9 @@ class WeightSync:
 
     def __init__(self, trainer: TrainerGroup, rollout: RolloutGroup) -> None:
         self.trainer, self.rollout = trainer, rollout
-        held = rollout.holdings()
-        self.dtypes = [{tensor.name: tensor.dtype for tensor in held[name]} for name in rollout.names]
-        self.plan = make_plan(trainer.owned(), [tensor for tensors in held.values() for tensor in tensors])
+        held = shares(tensor for tensors in rollout.holdings().values() for tensor in tensors)
+        self.plan = plan_shares(shares(trainer.owned()), held)
+        self.bundles = in_bundles(self.plan, held)
 
     def push(self, version: int) -> int:
         """Make `version` the weights of every replica; bytes that arrived.
@@ -363,8 +363,9 @@ class WeightSync:
         """
         workers, names = self.trainer.cluster.workers, self.trainer.names
         packets: dict[str, list[Any]] = {name: [] for name in self.rollout.names}
-        for transfer in self.plan.transfers:
-            wanted = self.dtypes[transfer.receiver]
-            sent = workers[names[transfer.source]].send.remote(transfer.boxes, wanted, version)
-            packets[self.rollout.names[transfer.receiver]].append(sent)
+        for _, source, receivers, cargo in self.bundles:
+            boxes, forms = [c.box for c in cargo], {c.box.name: c.form for c in cargo}
+            sent = workers[names[source]].send.remote(boxes, forms, version)
+            for receiver in receivers:
+                packets[self.rollout.names[receiver]].append(sent)
         return self.rollout.receive(version, self.plan.names, packets)

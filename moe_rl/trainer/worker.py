@@ -173,12 +173,14 @@ class TrainerWorker(Worker):
             for part in parts
         ]
 
-    def send(self, boxes: Sequence[Any], dtypes: Mapping[str, str], version: int) -> list[Any]:
-        """Blocks (:class:`Box`) as packets, each in its receiver's dtype."""
+    def send(self, boxes: Sequence[Any], forms: Mapping[str, str], version: int) -> list[Any]:
+        """Blocks (:class:`Box`) as packets, each in the form that its receivers keep it in: encoded here, where they lie."""
+        from moe_rl.models.wire import BLOCKS
         from moe_rl.reshard.transport import pack
 
-        source = self.engine.parallel.rank
-        return list(pack(self.engine.sent([box.name for box in boxes]), boxes, dtypes, version=version, source=source))
+        names = [box.name for box in boxes]
+        parts = self.engine.sent(names, encoded=[name for name in names if forms[name] in BLOCKS])
+        return list(pack(parts, boxes, forms, version=version, source=self.engine.parallel.rank))
 
     def load_released(self, path: str) -> None:
         self.engine.load_released(path)
