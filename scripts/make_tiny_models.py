@@ -24,7 +24,6 @@ import torch
 
 from moe_rl.config import load_config
 from moe_rl.data.tokenizer import load_tokenizer
-from moe_rl.grpo.batching import micro_batches
 from moe_rl.models.family import get_family, read_facts
 from moe_rl.models.load import save_released
 from moe_rl.models.weights import torch_dtype
@@ -212,12 +211,11 @@ def train(
     logs = work / "logs"
     logs.mkdir()
     with Cluster(config, logs) as cluster:
-        trainer = TrainerGroup(cluster, random_init=True)
+        trainer = TrainerGroup(cluster, read_facts(str(work)), random_init=True)
         trainer.start()
         for step, examples in zip(range(1, steps + 1), batches(corpus, encode, batch, seed), strict=False):
             lengths = [len(t) for t in examples.tokens]
-            cuts = micro_batches(lengths, config.engine.max_tokens_per_micro_batch, trainer.layout["dp"])
-            stats = trainer.update(examples, cuts, temperature=1.0, supervised=True)
+            stats = trainer.update(examples, trainer.cuts(lengths), temperature=1.0, supervised=True)
             if step % 20 == 0 or step == steps:
                 print(f"step {step}: loss {stats.loss:.4f}, gradient norm {stats.grad_norm:.3f}", flush=True)
         owned = [tensor for tensor in trainer.owned() if tensor.rank == 0]

@@ -93,6 +93,43 @@ def test_dual_clip(dual_clip: float, tmp_path: Path):
     assert metrics["kl/old"] != 0.0 and (metrics["actor/clip_frac"] > 0.0) == (dual_clip > 0.0)
 
 
+def test_the_updates_own_log_probs_are_those_from_before_it(tmp_path: Path):
+    """One optimizer step a batch: the same run to the bit, a forward pass cheaper."""
+    few = ["algorithm.kl=k3", "optimizer.lr=1e-3", "rollout.temperature=1.3", "trainer.gates.pearson_min=0.99"]
+    plain, own = (
+        short_run(tmp_path / mode, *few, f"algorithm.old_logprobs={mode}", reward=uneven)
+        for mode in ("recompute", "update")
+    )
+    assert plain.samples == own.samples
+    kinds = ("actor/", "kl/", "mismatch/", "reward/")
+    for a, b in zip(plain.metrics, own.metrics, strict=True):
+        assert {k: v for k, v in a.items() if k.startswith(kinds)} == {
+            k: v for k, v in b.items() if k.startswith(kinds)
+        }
+
+
+def test_the_rollouts_log_probs_as_the_old_ones(tmp_path: Path):
+    """Two optimizer steps: the first one's log-probs, of the weights that sampled, are compared with the rollout's."""
+    plain, own = (
+        short_run(
+            tmp_path / mode,
+            "algorithm.minibatches=2",
+            "trainer.steps=1",
+            "optimizer.lr=1e-3",
+            f"algorithm.old_logprobs={mode}",
+        )
+        for mode in ("recompute", "rollout")
+    )
+    scored = [s for s in own.samples[0] if s["trainer_logprobs"] is not None]
+    assert len(scored) == PROMPTS * N // 2 and "time/log_prob" not in own.metrics[0]
+    before = {(s["prompt_id"], tuple(s["tokens"])): s["trainer_logprobs"] for s in plain.samples[0]}
+    for s in scored:
+        np.testing.assert_allclose(s["trainer_logprobs"], before[s["prompt_id"], tuple(s["tokens"])], atol=1e-5)
+    assert own.metrics[0]["mismatch/logprob_abs_max"] < 1e-4
+    for name in ("actor/loss", "actor/grad_norm", "kl/old"):
+        assert own.metrics[0][name] == pytest.approx(plain.metrics[0][name], rel=1e-3, abs=1e-5), name
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Two minibatches, two epochs, narrow clips and k3 in one process."""

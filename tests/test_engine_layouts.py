@@ -7,6 +7,7 @@ buffers, no packing, torch's own AdamW and gradient clipping.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,11 @@ def _train(rank: int, world: int, port: int, path: str, keys: dict, count: int, 
             scores = engine.log_probs(batches, temperature=TEMPERATURE, entropy=True)
             assert bool(scores) == engine.parallel.is_last
             out["scores"].append(_by_id(scores))
-        out["steps"].append(engine.update(batches, _loss, temperature=TEMPERATURE))
+        stats = engine.update(batches, _loss, temperature=TEMPERATURE, scored=score_between)
+        own = _by_id(stats.scores)  # what the update's forward passes found is what was scored before it, bit for bit
+        assert own.keys() == (out["scores"][-1] if score_between else {}).keys()
+        assert all(np.array_equal(a, b) for i in own for a, b in zip(own[i], out["scores"][-1][i], strict=True))
+        out["steps"].append(replace(stats, scores=[]))
     out["bias_kept"] = biases == _biases(engine) and (bool(biases) or not engine.parallel.is_last)
     out["random_kept"] = torch.equal(random_state, torch.get_rng_state())
     out["training"] = all(chunk.training for chunk in engine.chunks)

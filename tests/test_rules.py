@@ -111,6 +111,26 @@ def test_rule_fires(config: Config, key: str, value: object, rule: str, says: st
 
 
 @pytest.mark.parametrize(
+    ("mode", "key", "value", "says"),
+    [
+        ("update", "algorithm.epochs", 2, "2 optimizer steps"),
+        ("update", "algorithm.kl", "k1", "off the rewards"),
+        ("rollout", "algorithm.correction", "token_mask", "weighs tokens"),
+        ("rollout", "rollout.router_replay", "R2", "replays the experts"),
+    ],
+)
+def test_old_log_probs_that_something_needs_first(config: Config, mode: str, key: str, value: object, says: str):
+    config.algorithm.old_logprobs = mode
+    assert check(config, FACTS) == []
+    section, _, name = key.rpartition(".")
+    setattr(config.get(section), name, value)
+    [problem] = [p for p in check(config, FACTS) if p.rule == "algorithm.old_logprobs"]
+    assert says in problem.why
+    config.algorithm.old_logprobs = "recompute"
+    assert check(config, FACTS) == []
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("engine.max_tokens_per_micro_batch", 80),

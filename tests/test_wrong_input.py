@@ -261,6 +261,11 @@ CASES = [
     Case("bf16 moments in the plain optimizer", "optimizer.moment_dtype", "optimizer.moment_dtype=bf16"),
     Case("a patch that is none", "config.choice", "patches.disable=[hybrid_mastres]", says="nearest: hybrid_masters"),
     Case("a dual clip that is none", "algorithm.dual_clip", "algorithm.dual_clip=0.5"),
+    Case(
+        "old log-probs that come too late",
+        "algorithm.old_logprobs",
+        "algorithm.old_logprobs=update algorithm.minibatches=2",
+    ),
     Case("checkpoints without the weights", "checkpoint.contents", "checkpoint.contents=[optimizer]"),
     Case("a resume without the weights", "checkpoint.load_contents", "checkpoint.load_contents=[optimizer,extra]"),
     # the machine
@@ -295,7 +300,6 @@ CASES = [
     Case("results where a file is", "bench.out", "bench optimizer --out mine.yaml"),
     Case("input that is wrong for every case", "rollout.group", "bench optimizer mine.yaml rollout.n=1"),
     Case("a training benchmark of nothing", "bench.size", "bench train mine.yaml --sequences 0"),
-    Case("a training benchmark of another family", "bench.family", "bench train mine.yaml", edit=as_qwen("qwen2")),
 ]
 
 

@@ -38,8 +38,10 @@ class LayerWidths:
     `pair_bytes`; the keys of a chunk are the chunk itself, a `window` before it, and T // `ratio` compressed ones (ratio 0:
     none); without `chunked` attention no pair is kept. `stream` is the fp32 width of what backward makes anew of the
     residual streams; `query_backward` values a token and `routed_backward` a copy of one are what kernels make in the
-    backward pass of attention and of experts, `routed_forward` the copies that those of experts hold in the forward pass. Work: `dense` weights that every token meets, `expert` weights of one expert, `pair_work`
-    multiplications a pair. A rollout engine keeps `cache` values a token and `cache_fixed` a sequence.
+    backward pass of attention and of experts, `routed_forward` the copies that those of experts hold in the forward pass.
+    Work: `dense` weights that every token meets, `expert` weights of one expert, `pair_work`
+    multiplications a pair, of which `index_work` are the indexer's, which chooses `chosen` compressed keys for a query (0: it
+    meets all). A rollout engine keeps `cache` values a token and `cache_fixed` a sequence.
     """
 
     native: int = 0
@@ -64,6 +66,8 @@ class LayerWidths:
     dense: int = 0
     expert: int = 0
     pair_work: int = 0
+    index_work: int = 0
+    chosen: int = 0
     cache: float = 0.0
     cache_fixed: int = 0
 

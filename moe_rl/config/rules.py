@@ -194,6 +194,26 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             "It bounds the ratio where the advantage is negative; at 1 or below it would bind before the ratio moves.",
             "Give a value above 1 (3 is usual), or 0 to turn it off.",
         )
+    yield from _old_logprobs(config)
+
+
+def _old_logprobs(config: Config) -> Iterator[Problem]:
+    a, key = config.algorithm, "algorithm.old_logprobs"
+    if a.old_logprobs == "recompute":
+        return
+    lacking = [
+        (a.kl == "k1", "algorithm.kl=k1 takes them off the rewards"),
+        (a.correction != "none", f"algorithm.correction={a.correction} weighs tokens by them"),
+        (config.rollout.router_replay == "R2", "rollout.router_replay=R2 replays the experts of that pass"),
+        (
+            a.old_logprobs == "update" and a.minibatches * a.epochs > 1,
+            f"{a.minibatches * a.epochs} optimizer steps a batch need the log-probs from before the first",
+        ),
+    ]
+    for wrong, why in lacking:
+        if wrong:
+            what = f"algorithm.old_logprobs is {a.old_logprobs}: the trainer has no log-probs before the update"
+            yield problem_of(config, key, key, what, f"But {why}.", "Use algorithm.old_logprobs=recompute.")
 
 
 def _template(config: Config) -> Iterator[Problem]:

@@ -236,6 +236,12 @@ class AlgorithmConfig:
         choices=("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"),
     )
     correction_cap: float = key(2.0, "Ratio at which algorithm.correction truncates or leaves out.", above=1)
+    old_logprobs: str = key(
+        "recompute",
+        "What the probability ratio is taken against: log-probs that the trainer computes before the update; the update's own"
+        " (the same numbers a forward pass cheaper, where a batch has one optimizer step); or those of the rollout.",
+        choices=("recompute", "update", "rollout"),
+    )
     minibatches: int = key(1, "Optimizer steps a batch is cut into.", low=1)
     epochs: int = key(1, "Times a batch is gone through.", low=1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_rl.errors import UserError
-from moe_rl.models.packed import PackedSequences
+from moe_rl.models.packed import PackedSequences, to_device
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
-        fields = {name: value.to(device) for name, value in self.fields.items()}
-        routes = None if self.routes is None else self.routes.to(device)
-        return MicroBatch(self.ids, self.lengths, self.tokens.to(device), self.labels.to(device), fields, routes)
+        fields = {name: to_device(value, device) for name, value in self.fields.items()}
+        routes = None if self.routes is None else to_device(self.routes, device)
+        tokens, labels = to_device(self.tokens, device), to_device(self.labels, device)
+        return MicroBatch(self.ids, self.lengths, tokens, labels, fields, routes)
 
 
 def _row(values: Sequence[np.ndarray | Sequence[float]]) -> torch.Tensor:

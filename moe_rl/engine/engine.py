@@ -146,13 +146,20 @@ class Engine:
         return None
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss_fn: Any, *, temperature: float, lr: float | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: Any,
+        *,
+        temperature: float,
+        lr: float | None = None,
+        scored: bool = False,
     ) -> Any:
         """One optimizer step on the loss summed over micro-batches and data-parallel ranks; an `UpdateStats`.
 
         `loss_fn(logprobs [T], entropy [T], fields)` gives a micro-batch's share of the loss, which nothing scales
         afterwards, and named sums to report (names that start with ``max_`` are reduced by maximum). The gradient norm
-        is clipped to `optimizer.clip_grad` (0: not). `lr` overrides the schedule.
+        is clipped to `optimizer.clip_grad` (0: not). `lr` overrides the schedule. With `scored` the stats hold the log-probs and
+        entropies that the loss was made of, as `log_probs` gives them.
 
         Raises:
             RunFailed: the loss or the gradient is not finite; the weights in memory are then unusable. Or experts that
@@ -167,9 +174,8 @@ class Engine:
         replay = self._replay(micro_batches)
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
-        loss, sums = step.accumulate_gradients(
-            self._wrapped, micro_batches, loss_fn, self.parallel, temperature=temperature, replay=replay
-        )
+        options: dict[str, Any] = {"temperature": temperature, "replay": replay, "scored": scored}
+        loss, sums, scores = step.accumulate_gradients(self._wrapped, micro_batches, loss_fn, self.parallel, **options)
         coverage = None if replay is None else replay.coverage(self.parallel)
         build.set_hyperparameters(self.optimizer, self.config, lr)
         _, grad_norm, _ = self.optimizer.step()
@@ -182,7 +188,7 @@ class Engine:
                 "A weight, a log-prob or a reward overflowed.",
                 "Lower optimizer.lr, or look at the step's samples.",
             )
-        return step.UpdateStats(loss, float(grad_norm), lr, sums, coverage)
+        return step.UpdateStats(loss, float(grad_norm), lr, sums, coverage, scores)
 
     # ------------------------------------------------------------------------------------------------------- weights
     def _round(self) -> None:

@@ -63,15 +63,12 @@ class Replay:
         Raises:
             RunFailed: it is not 1, or a layer that routes by token id was given others than its table has.
         """
-        taken, strangers, wanted = 0, 0, 0.0
+        total = torch.zeros(3, dtype=torch.float64, device=parallel.device)
         for m, routing, layers in self.passed:
-            taken += sum(int(n) for n in routing.replayed.values())
-            strangers += sum(int(n) for n in routing.strangers.values())
-            # Tensor-parallel ranks share the tokens of a layer
-            wanted += (
-                len(layers) * int((m.routes >= 0).all(-1).any(-1).sum()) / parallel.tp if m.routes is not None else 0
-            )
-        total = torch.tensor([taken, strangers, wanted], dtype=torch.float64, device=parallel.device)
+            total[0] += sum(routing.replayed.values())
+            total[1] += sum(routing.strangers.values())
+            if m.routes is not None:  # tensor-parallel ranks share the tokens of a layer
+                total[2] += len(layers) / parallel.tp * (m.routes >= 0).all(-1).any(-1).sum()
         dist.all_reduce(total)
         taken, strangers, wanted = total.tolist()
         if strangers:

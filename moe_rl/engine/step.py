@@ -30,13 +30,15 @@ Scores = list[tuple[tuple[int, ...], list[np.ndarray], "list[np.ndarray] | None"
 class UpdateStats:
     """What an optimizer step reports, equal on all ranks. `grad_norm` is taken before clipping; `loss` and `sums` are
     summed over micro-batches and data-parallel ranks (``max_*``: their maximum); `coverage` is the share of the given
-    experts that routers took (None: nothing was replayed)."""
+    experts that routers took (None: nothing was replayed). `scores` is what `score` would have found before the step, if
+    that was asked for."""
 
     loss: float
     grad_norm: float
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
     coverage: float | None = None
+    scores: Scores = field(default_factory=list)
 
 
 def check_counts(micro_batches: Sequence[MicroBatch], parallel: Parallel) -> None:
@@ -126,12 +128,18 @@ def score(
     check_counts(micro_batches, parallel)
 
     def keep(m: MicroBatch, output: torch.Tensor, non_loss_data: bool = True) -> Any:
-        entropies = m.unpack(output[1]) if entropy else None
-        return m.ids, m.unpack(output[0]), entropies
+        return m, output
 
     options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "replay": replay}
     with _evaluating(chunks):
-        return _run(chunks, micro_batches, parallel, keep, **options, forward_only=True)
+        return _scores(_run(chunks, micro_batches, parallel, keep, **options, forward_only=True))
+
+
+def _scores(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> Scores:
+    """Of micro-batches and their outputs float32 [1 or 2, T]. All are read at the end, so that no micro-batch waits for the one
+    before it."""
+    rows = [(m, [m.unpack(row) for row in output.cpu()]) for m, output in kept]
+    return [(m.ids, found[0], found[1] if len(found) > 1 else None) for m, found in rows]
 
 
 def accumulate_gradients(
@@ -142,14 +150,19 @@ def accumulate_gradients(
     *,
     temperature: float,
     replay: Replay | None = None,
-) -> tuple[float, dict[str, float]]:
+    scored: bool = False,
+) -> tuple[float, dict[str, float], Scores]:
     """Add the gradient of the summed loss to the chunks' buffers, reduced over data-parallel ranks.
 
-    Returns the summed loss and the named sums, on all ranks.
+    Returns the summed loss and the named sums, on all ranks; and with `scored` what `score` would have found on these
+    weights, log-probs and entropies, else [].
     """
     check_counts(micro_batches, parallel)
+    kept: list[tuple[MicroBatch, torch.Tensor]] = []
 
     def loss(m: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        if scored:
+            kept.append((m, output.detach()))
         value, sums = loss_fn(output[0], output[1].detach(), m.fields)
         # The count in the middle makes the schedule take the loss as it is, undivided
         return value, torch.tensor(len(m.tokens), dtype=torch.int32), {"loss": value.detach(), **sums}
@@ -157,7 +170,7 @@ def accumulate_gradients(
     options: dict[str, Any] = {"temperature": temperature, "entropy": True, "replay": replay}
     stored = _run(chunks, micro_batches, parallel, loss, **options, forward_only=False)
     sums = _reduce(stored, parallel)
-    return sums.pop("loss"), sums
+    return sums.pop("loss"), sums, _scores(kept)
 
 
 def _reduce(stored: list[dict[str, torch.Tensor]], parallel: Parallel) -> dict[str, float]:
@@ -171,8 +184,8 @@ def _reduce(stored: list[dict[str, torch.Tensor]], parallel: Parallel) -> dict[s
         ):
             if not names:
                 continue
-            rows = torch.tensor([[float(s[n]) for n in names] for s in stored], dtype=torch.float64)
-            total = (rows.sum(0) if op == dist.ReduceOp.SUM else rows.amax(0)).to(parallel.device)
+            rows = torch.stack([torch.stack([s[n].double() for n in names]) for s in stored])
+            total = rows.sum(0) if op == dist.ReduceOp.SUM else rows.amax(0)
             dist.all_reduce(total, op=op, group=parallel.groups.dp)
             box[0].update(zip(names, total.tolist(), strict=True))
     if parallel.pp > 1:

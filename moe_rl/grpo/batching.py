@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -19,12 +19,18 @@ class MicroBatch:
     filler: bool = False
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, dp: int = 1, multiple_of: int = 1) -> list[list[MicroBatch]]:
+def micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    dp: int = 1,
+    multiple_of: int = 1,
+    cost: Callable[[int], float] = float,
+) -> list[list[MicroBatch]]:
     """Cut samples into micro-batches under a token budget, balanced, the same count on every data-parallel rank.
 
-    Longest first, each sample goes to the lightest micro-batch (Graham 1969: the heaviest is at most 4/3 of the best
-    possible). The count starts at the least the budget allows and grows by dp * multiple_of until all fit. Whole
-    micro-batches are then dealt to ranks the same way, heaviest first, so that ranks finish together.
+    Longest first, each sample goes to the cheapest micro-batch that has room for it (Graham 1969: where all have, the dearest is
+    at most 4/3 of the best possible). The count starts at the least the budget allows and grows by dp * multiple_of until
+    all fit. Whole micro-batches are then dealt to ranks the same way, dearest first, so that ranks finish together.
 
     Each index stands in exactly one micro-batch that is no filler. Where there are fewer samples than slots, fillers
     repeat the shortest sample: every rank must run the same number of micro-batches, or collectives hang.
@@ -34,9 +40,10 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, dp: int = 1, multiple
         max_tokens: budget of one micro-batch. A longer sample stands alone.
         dp: data-parallel ranks.
         multiple_of: the count per rank is a multiple of this (the pipeline size under an interleaved schedule).
+        cost: what a sample of a length takes, above 0 and growing with it (`config.flops`); its tokens by default.
 
     Returns:
-        For each rank its micro-batches, heaviest first, fillers last.
+        For each rank its micro-batches, dearest first, fillers last.
 
     Raises:
         ValueError: an argument is below 1, or `lengths` is empty.
@@ -45,44 +52,47 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, dp: int = 1, multiple
         raise ValueError("lengths must not be empty and each at least 1")
     if min(max_tokens, dp, multiple_of) < 1:
         raise ValueError(f"max_tokens={max_tokens}, dp={dp}, multiple_of={multiple_of} must each be at least 1")
+    costs = [cost(length) for length in lengths]
     step = dp * multiple_of
     least = -(-sum(min(length, max_tokens) for length in lengths) // max_tokens)
     slots = -(-least // step) * step
-    while (bins := _fill(lengths, max_tokens, slots)) is None:
+    while (bins := _fill(lengths, costs, max_tokens, slots)) is None:
         slots += step
     packed = [MicroBatch(tuple(sorted(b))) for b in bins if b]
     shortest = min(range(len(lengths)), key=lambda i: (lengths[i], i))
     packed += [MicroBatch((shortest,), filler=True)] * (slots - len(packed))
-    return _deal(packed, lengths, dp)
+    return _deal(packed, costs, dp)
 
 
-def _fill(lengths: Sequence[int], max_tokens: int, slots: int) -> list[list[int]] | None:
-    """Longest-processing-time assignment to `slots` bins, or None where the lightest bin cannot take a sample."""
+def _fill(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, slots: int) -> list[list[int]] | None:
+    """Longest-processing-time assignment to `slots` bins, or None where a sample has no room in any."""
     bins: list[list[int]] = [[] for _ in range(slots)]
-    loads = [(0, b) for b in range(slots)]
+    loads = [(0.0, b, 0) for b in range(slots)]  # cost, bin, tokens
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, b = loads[0]
-        if load and load + lengths[i] > max_tokens:
+        full = []
+        while loads and loads[0][2] and loads[0][2] + lengths[i] > max_tokens:
+            full.append(heapq.heappop(loads))
+        if not loads:
             return None
+        load, b, tokens = loads[0]
         bins[b].append(i)
-        heapq.heapreplace(loads, (load + lengths[i], b))
+        heapq.heapreplace(loads, (load + costs[i], b, tokens + lengths[i]))
+        for entry in full:
+            heapq.heappush(loads, entry)
     return bins
 
 
-def _deal(packed: list[MicroBatch], lengths: Sequence[int], dp: int) -> list[list[MicroBatch]]:
-    """Deal micro-batches to ranks: heaviest first to the lightest rank that has room for another."""
-
-    def cost(m: MicroBatch) -> int:
-        return sum(lengths[i] for i in m.indices)
-
+def _deal(packed: list[MicroBatch], costs: Sequence[float], dp: int) -> list[list[MicroBatch]]:
+    """Deal micro-batches to ranks: dearest first to the rank with least so far that has room for another."""
+    sums = {m: sum(costs[i] for i in m.indices) for m in packed}
     room = len(packed) // dp
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
-    open_ranks = [(0, r) for r in range(dp)]
-    for m in sorted(packed, key=lambda m: (m.filler, -cost(m), m.indices)):
+    open_ranks = [(0.0, r) for r in range(dp)]
+    for m in sorted(packed, key=lambda m: (m.filler, -sums[m], m.indices)):
         load, r = heapq.heappop(open_ranks)
         ranks[r].append(m)
         if len(ranks[r]) < room:
-            heapq.heappush(open_ranks, (load + cost(m), r))
+            heapq.heappush(open_ranks, (load + sums[m], r))
     return ranks
 
 

@@ -31,6 +31,11 @@ class Windows:
         return int(self.first[-1])
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on `device`. The host does not wait for what a GPU has queued: a copy from pinned memory is queued, too."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class PackedSequences:
     """Boundaries of n sequences packed in one row of T tokens.
 
@@ -75,7 +80,7 @@ class PackedSequences:
         return int(self._starts[-1])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
     def windows(self, ratio: int) -> Windows:
         """The complete windows of `ratio` tokens (computed once per ratio); trailing tokens belong to none."""

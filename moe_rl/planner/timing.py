@@ -107,8 +107,8 @@ class Timing:
 
     @cached_property
     def log_prob(self) -> float:
-        parts = self.config.algorithm.minibatches * (2 if self.config.algorithm.kl != "none" else 1)
-        return parts * self._pipeline(1)
+        a = self.config.algorithm
+        return a.minibatches * ((a.old_logprobs == "recompute") + (a.kl != "none")) * self._pipeline(1)
 
     @cached_property
     def passes(self) -> float:

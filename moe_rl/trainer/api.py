@@ -177,7 +177,7 @@ class GRPOTrainer:
     def _run(self, cluster: Cluster, metrics: MetricsWriter, progress: Progress) -> int:
         config, state = self.config, self.state
         progress.phase("start")
-        trainer = TrainerGroup(cluster, reference=config.algorithm.kl != "none")
+        trainer = TrainerGroup(cluster, self.inputs.facts, reference=config.algorithm.kl != "none")
         rollout = RolloutGroup(cluster)
         trainer.start()
         rollout.start()

@@ -24,8 +24,9 @@ from moe_rl.observe.progress import Progress
 from moe_rl.rollout.engine import Request, sample_seed
 from moe_rl.trainer.canary import Canary
 from moe_rl.trainer.placement import RolloutGroup, TrainerGroup, WeightSync
-from moe_rl.trainer.samples import Sample, merged, scored, trained
+from moe_rl.trainer.samples import Sample, keep_rows, merged, scored, trained
 from moe_rl.trainer.state import RunState
+from moe_rl.trainer.worker import OptimizerStep
 
 VALIDATION = 0  # the step that validation's seeds are drawn for: training counts from 1
 
@@ -90,14 +91,19 @@ class Loop:
         self.note_phase("rollout")
         with self.phase("reward"):
             metrics |= self.judge(samples)
-        with self.phase("log_prob", self.trainer):
-            self.score(samples)
-        self.note_phase("log_prob")
+        before = self.config.algorithm.old_logprobs == "recompute"
+        if before or self.config.algorithm.kl != "none":
+            with self.phase("log_prob", self.trainer):
+                self.score(samples)
+            self.note_phase("log_prob")
         self.assign_advantages(samples, metrics)
-        metrics |= self.compare(samples) | self.correct(samples)
+        metrics |= self.compare(samples) | self.correct(samples) if before else {}
         with self.phase("update", self.trainer):
             metrics |= self.update(samples, step)
         self.note_phase("update")
+        metrics |= (
+            {} if before else self.compare(samples)
+        )  # a gate still stops the new weights from leaving the trainer
         with self.phase("sync"):
             moved = self.sync.push(self.state.weight_version)
         self.note_phase("sync")
@@ -157,15 +163,13 @@ class Loop:
         }
 
     def score(self, samples: Sequence[Sample]) -> None:
-        """The trainer's log-probs before the update, and the reference's where KL is asked for."""
+        """The trainer's log-probs before the update, if not its own are taken; the reference's where KL is asked for."""
         cuts, batch = self.trainer.cuts([s.length for s in samples]), scored(samples)
         temperature = self.config.rollout.temperature
-        for i, (logprobs, entropy) in self.trainer.log_probs(
-            batch, cuts, temperature=temperature, entropy=True
-        ).items():
-            samples[i].logprobs, samples[i].entropy = logprobs[samples[i].response], entropy[samples[i].response]
-        for i, routes in merged(self.trainer.routes).items():
-            samples[i].routes = routes
+        if self.config.algorithm.old_logprobs == "recompute":
+            keep_rows(samples, self.trainer.log_probs(batch, cuts, temperature=temperature, entropy=True))
+            for i, routes in merged(self.trainer.routes).items():
+                samples[i].routes = routes
         if self.config.algorithm.kl != "none":
             rows = self.trainer.log_probs(batch, cuts, temperature=temperature, reference=True)
             for i, (logprobs, _) in rows.items():
@@ -187,8 +191,11 @@ class Loop:
         metrics["reward/std_groups_zero"] = result.zero_variance_groups / (len(samples) // n)
 
     def compare(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """How far the trainer's log-probs are from the rollout's, and the policy from its reference."""
-        kept = [s for s in samples if not s.aborted]
+        """How far the trainer's log-probs are from the rollout's, and the policy from its reference, where the weights that
+        sampled have scored: everywhere, or in the first optimizer step's samples."""
+        kept = [s for s in samples if not s.aborted and s.logprobs is not None]
+        if not kept:
+            return {}
         sampled = torch.from_numpy(np.concatenate([s.completion.logprobs for s in kept]))
         metrics = mismatch(_row(kept, "logprobs"), sampled)
         pearson, least = metrics["mismatch/pearson_prob"], self.config.trainer.gates.pearson_min
@@ -219,7 +226,8 @@ class Loop:
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, Any]:
         """Every optimizer step of this batch: epochs x minibatches, each with the weights of its own counts."""
-        algorithm, stats = self.config.algorithm, []
+        algorithm, stats = self.config.algorithm, list[OptimizerStep]()
+        temperature, sampled = self.config.rollout.temperature, algorithm.old_logprobs == "rollout"
         for epoch in range(algorithm.epochs):
             seed = sample_seed(self.config.trainer.seed, step, epoch, 0)
             for part in minibatches(len(samples), algorithm.minibatches, group=self.config.rollout.n, seed=seed):
@@ -227,9 +235,12 @@ class Loop:
                 lengths = torch.tensor([len(s.completion.tokens) for s in chosen])
                 weights = sample_weights(lengths, algorithm.aggregation, torch.tensor([s.valid for s in chosen]))
                 self.check_routes(chosen)
-                batch = trained(chosen, weights.tolist())
+                batch = trained(chosen, weights.tolist(), sampled)
                 cuts = self.trainer.cuts([s.length for s in chosen])
-                stats.append(self.trainer.update(batch, cuts, temperature=self.config.rollout.temperature))
+                first = algorithm.old_logprobs != "recompute" and not stats
+                stats.append(self.trainer.update(batch, cuts, temperature=temperature, scored=first))
+                if first:
+                    keep_rows(chosen, self.trainer.rows)
         self.state.weight_version += 1
         totals = {name: sum(s.sums[name] for s in stats) for name in stats[0].sums}
         tokens = max(totals["tokens"], 1.0)

@@ -23,9 +23,10 @@ def grpo_loss(algorithm: AlgorithmConfig) -> Callable[..., Result]:
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, torch.Tensor]) -> Result:
         mask, weight = fields["mask"] > 0, fields["weight"]
         logprobs, entropy = torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+        old = logprobs.detach() if algorithm.old_logprobs == "update" else fields["old_logprob"]
         tokens, clipped = policy_loss(
             logprobs,
-            fields["old_logprob"],
+            old,
             fields["advantage"],
             algorithm.clip_low,
             algorithm.clip_high,
@@ -35,7 +36,7 @@ def grpo_loss(algorithm: AlgorithmConfig) -> Callable[..., Result]:
             "tokens": mask.sum(),
             "clipped": (clipped & mask).sum(),
             "entropy": entropy.sum(),
-            "kl_old": torch.where(mask, fields["old_logprob"] - logprobs.detach(), 0.0).sum(),
+            "kl_old": torch.where(mask, old - logprobs.detach(), 0.0).sum(),
         }
         if algorithm.kl in ("k2", "k3"):
             tokens = tokens + algorithm.kl_coef * loss_term(algorithm.kl, logprobs, fields["reference_logprob"])

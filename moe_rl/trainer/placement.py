@@ -14,6 +14,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moe_rl.config import Config
+from moe_rl.config.facts import ModelFacts
+from moe_rl.config.flops import Flops
 from moe_rl.config.host import resolve_device
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.grpo.batching import micro_batches
@@ -21,7 +23,7 @@ from moe_rl.launch.node import EXCHANGE, NODES, meet, raise_failed
 from moe_rl.reshard.plan import in_bundles, plan_shares, shares
 from moe_rl.trainer.faults import collect
 from moe_rl.trainer.session import Session, signals_held
-from moe_rl.trainer.worker import OptimizerStep, RolloutWorker, Sequences, TrainerWorker
+from moe_rl.trainer.worker import OptimizerStep, RolloutWorker, Rows, Sequences, TrainerWorker
 
 START_S = 600.0
 # One math thread each: two dozen threads on a few cores slow each other down, and results would depend on the count
@@ -181,9 +183,10 @@ def natural(name: str) -> list[tuple[str, int]]:
 class TrainerGroup:
     """All trainer ranks as one: each method calls them together and joins what they return."""
 
-    def __init__(self, cluster: Cluster, **options: bool) -> None:
+    def __init__(self, cluster: Cluster, facts: ModelFacts, **options: bool) -> None:
         """`options` go to :meth:`Engine.create`: train, reference, random_init."""
         config = self.config = cluster.config
+        self.flops = Flops.of(facts)
         self.cluster = cluster
         self.world = config.cluster.nodes * config.cluster.gpus_per_node
         self.names = [f"trainer_{rank}" for rank in range(self.world)]
@@ -192,6 +195,7 @@ class TrainerGroup:
         self.timeout_s = config.engine.distributed_timeout_s + 60.0
         self.seconds: dict[str, float] = {}
         self.routes: list[dict[int, Any]] = []
+        self.rows: Rows = {}
         self.options = options
 
     def start(self) -> None:
@@ -219,7 +223,8 @@ class TrainerGroup:
     def cuts(self, lengths: Sequence[int]) -> list[Any]:
         """Micro-batches of sequences of these lengths, for :meth:`log_probs` and :meth:`update`."""
         multiple = self.layout["pp"] if self.layout["vpp"] > 1 else 1
-        return micro_batches(lengths, self.config.engine.max_tokens_per_micro_batch, self.layout["dp"], multiple)
+        budget = self.config.engine.max_tokens_per_micro_batch
+        return micro_batches(lengths, budget, self.layout["dp"], multiple, self.flops.sequence)
 
     def log_probs(
         self,
@@ -229,7 +234,7 @@ class TrainerGroup:
         temperature: float,
         entropy: bool = False,
         reference: bool = False,
-    ) -> dict[int, tuple[Any, Any]]:
+    ) -> Rows:
         """Log-probs float32 [L-1] and entropies (or None) of each sequence by its index.
 
         `cuts[d]` lists the micro-batches of data-parallel rank d (:func:`moe_rl.grpo.batching.micro_batches`). Under
@@ -246,14 +251,24 @@ class TrainerGroup:
         return {i: row for rows, _, _ in results.values() for i, row in rows.items()}
 
     def update(
-        self, batch: Sequences, cuts: Sequence[Any], *, temperature: float, supervised: bool = False
+        self,
+        batch: Sequences,
+        cuts: Sequence[Any],
+        *,
+        temperature: float,
+        supervised: bool = False,
+        scored: bool = False,
     ) -> OptimizerStep:
-        """One optimizer step on the whole batch, with the algorithm's loss or the supervised one."""
+        """One optimizer step on the whole batch, with the algorithm's loss or the supervised one. With `scored` its log-probs
+        and entropies are left in `rows`, as :meth:`log_probs` gives them."""
         shared = ray.put(batch)
         results = self._all(
-            "update", lambda name: (shared, cuts[self.ranks[name]["dp_rank"]], temperature, supervised), "updating"
+            "update",
+            lambda name: (shared, cuts[self.ranks[name]["dp_rank"]], temperature, supervised, scored),
+            "updating",
         )
         self._time(results)
+        self.rows = {i: row for _, _, rows in results.values() for i, row in rows.items()}
         return results[self.names[0]][0]
 
     def owned(self) -> list[Any]:

@@ -66,7 +66,7 @@ def refit(config: Config) -> Refit:
         inputs = read_inputs(config, Path(scratch))
         config.trainer.canary_sequences = max(1, config.trainer.canary_sequences)
         with Cluster(config, Path(scratch)) as cluster:
-            trainer, rollout = TrainerGroup(cluster, train=False), RolloutGroup(cluster)
+            trainer, rollout = TrainerGroup(cluster, inputs.facts, train=False), RolloutGroup(cluster)
             trainer.start()
             rollout.start()
             canary, sync = Canary(config, inputs.records, trainer, rollout), WeightSync(trainer, rollout)

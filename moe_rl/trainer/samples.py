@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_rl.data import Record
 from moe_rl.rollout.engine import Completion
-from moe_rl.trainer.worker import Sequences
+from moe_rl.trainer.worker import Rows, Sequences
 
 
 @dataclass
@@ -71,18 +71,25 @@ def _routes(samples: Sequence[Sample]) -> list[np.ndarray | None] | None:
     return [s.routes for s in samples] if any(s.routes is not None for s in samples) else None
 
 
-def trained(samples: Sequence[Sample], weights: Sequence[float]) -> Sequences:
+def trained(samples: Sequence[Sample], weights: Sequence[float], sampled: bool = False) -> Sequences:
     """The samples with all that the loss reads; `weights[i]` is that of each response token of sample i
-    before its correction."""
+    before its correction. The old log-probs are the trainer's, or with `sampled` the rollout's."""
     fields: dict[str, Callable[[Sample, float], np.ndarray | float]] = {
         "mask": lambda s, w: float(s.valid),
         "weight": lambda s, w: w if s.correction is None else w * s.correction,
         "advantage": lambda s, w: s.advantage,
-        "old_logprob": lambda s, w: s.logprobs if s.logprobs is not None else 0.0,
+        "old_logprob": lambda s, w: s.completion.logprobs if sampled else 0.0 if s.logprobs is None else s.logprobs,
         "reference_logprob": lambda s, w: s.reference if s.reference is not None else 0.0,
     }
     rows = {n: [s.spread(value(s, w)) for s, w in zip(samples, weights, strict=True)] for n, value in fields.items()}
     return Sequences([s.tokens for s in samples], rows, _routes(samples))
+
+
+def keep_rows(samples: Sequence[Sample], rows: Rows) -> None:
+    """Leave the trainer's log-probs and entropies, by the samples' places, in the samples."""
+    for i, (logprobs, entropy) in rows.items():
+        s = samples[i]
+        s.logprobs, s.entropy = logprobs[s.response], None if entropy is None else entropy[s.response]
 
 
 def merged(ranks: Sequence[Mapping[int, np.ndarray]]) -> dict[int, np.ndarray]:

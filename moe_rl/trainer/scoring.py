@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from moe_rl.config import Config
+from moe_rl.config.facts import ModelFacts
 from moe_rl.config.problem import raise_all
 from moe_rl.config.rules import scoring_problems
 from moe_rl.data.sources import read_jsonl
 from moe_rl.durable import write_atomic
 from moe_rl.errors import UserError
-from moe_rl.grpo.batching import micro_batches
 from moe_rl.models.family import get_family, read_facts
 from moe_rl.trainer.placement import Cluster, TrainerGroup
 from moe_rl.trainer.state import checkpoint_of, read_state, verify
@@ -52,26 +52,25 @@ def score(config: Config, source: str | Path, tokens: str | Path, out: str | Pat
     sequences = read_tokens(Path(tokens), facts.vocab_size, facts.max_positions)
     out = _writable(Path(out).absolute())
 
-    rows = _run(config, sequences, checkpoint)
+    rows = _run(config, facts, sequences, checkpoint)
     lines = (json.dumps({"logprobs": [float(x) for x in rows[i][0]]}) + "\n" for i in range(len(sequences)))
     write_atomic(out, "".join(lines))
     return len(sequences)
 
 
-def _run(config: Config, sequences: list[np.ndarray], checkpoint: Path | None) -> dict[int, tuple[Any, Any]]:
+def _run(
+    config: Config, facts: ModelFacts, sequences: list[np.ndarray], checkpoint: Path | None
+) -> dict[int, tuple[Any, Any]]:
     """Log-probs float32 [L-1] of each sequence by its index, from a cluster of trainer ranks alone."""
     config = replace(config, rollout=replace(config.rollout, replicas=0))
     logs = Path(tempfile.mkdtemp(prefix="moe_rl_score_"))
     with Cluster(config, logs) as cluster:
         # a checkpoint brings its own weights: the model directory need not have any
-        trainer = TrainerGroup(cluster, train=False, random_init=checkpoint is not None)
+        trainer = TrainerGroup(cluster, facts, train=False, random_init=checkpoint is not None)
         trainer.start()
         if checkpoint:
             trainer.load(checkpoint, ["model"])
-        layout = trainer.layout
-        multiple = layout["pp"] if layout["vpp"] > 1 else 1
-        budget = config.engine.max_tokens_per_micro_batch
-        cuts = micro_batches([len(s) for s in sequences], budget, layout["dp"], multiple)
+        cuts = trainer.cuts([len(s) for s in sequences])
         rows = trainer.log_probs(Sequences(sequences, {}), cuts, temperature=1.0)
     shutil.rmtree(logs)  # after a failure they stay: its message names them
     return rows

@@ -29,6 +29,15 @@ class Sequences:
     routes: list[np.ndarray | None] | None = None
 
 
+Rows = dict[int, tuple[np.ndarray, "np.ndarray | None"]]
+"""Sequence id -> its log-probs and entropies, float32 [L-1]."""
+
+
+def by_sequence(scores: Sequence[tuple[Any, Any, Any]]) -> Rows:
+    """The engine's scores of micro-batches, sequence by sequence."""
+    return {i: (p, e) for ids, ps, es in scores for i, p, e in zip(ids, ps, es or [None] * len(ids), strict=True)}
+
+
 class OptimizerStep(NamedTuple):
     """The engine's `UpdateStats` for the driver, which does without torch's distributed half and megatron-core."""
 
@@ -129,11 +138,10 @@ class TrainerWorker(Worker):
 
     def score(
         self, batch: Sequences, cuts: Sequence[Any], temperature: float, entropy: bool, reference: bool
-    ) -> tuple[dict[int, tuple[np.ndarray, np.ndarray | None]], float, dict[int, np.ndarray]]:
+    ) -> tuple[Rows, float, dict[int, np.ndarray]]:
         """Log-probs (and entropies) float32 [L-1] of this rank's sequences by index, on the last stage; seconds; under R2
         the experts that the policy chose in this rank's layers."""
         start = time.perf_counter()
-        rows: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         record = self.config.rollout.router_replay == "R2" and not reference
         packed = self._pack(Sequences(batch.tokens, {}, None if reference else batch.routes), cuts)
         options: dict[str, Any] = {
@@ -142,24 +150,20 @@ class TrainerWorker(Worker):
             "reference": reference,
             "record": record,
         }
-        scores = self.engine.log_probs(packed, **options)
-        for ids, logprobs, entropies in scores:
-            for k, i in enumerate(ids):
-                rows[i] = (logprobs[k], entropies[k] if entropies is not None else None)
+        rows = by_sequence(self.engine.log_probs(packed, **options))
         return rows, time.perf_counter() - start, self.engine.routes if record else {}
 
     def update(
-        self, batch: Sequences, cuts: Sequence[Any], temperature: float, supervised: bool
-    ) -> tuple[OptimizerStep, float]:
-        """One optimizer step on this rank's micro-batches; seconds."""
+        self, batch: Sequences, cuts: Sequence[Any], temperature: float, supervised: bool, scored: bool
+    ) -> tuple[OptimizerStep, float, Rows]:
+        """One optimizer step on this rank's micro-batches; seconds; with `scored` what `score` would have given before it."""
         from moe_rl.trainer.losses import grpo_loss, supervised_loss
 
         start = time.perf_counter()
         loss = supervised_loss if supervised else grpo_loss(self.config.algorithm)
-        stats = self.engine.update(self._pack(batch, cuts), loss, temperature=temperature)
-        return OptimizerStep(
-            stats.loss, stats.grad_norm, stats.lr, stats.sums, stats.coverage
-        ), time.perf_counter() - start
+        stats = self.engine.update(self._pack(batch, cuts), loss, temperature=temperature, scored=scored)
+        done = OptimizerStep(stats.loss, stats.grad_norm, stats.lr, stats.sums, stats.coverage)
+        return done, time.perf_counter() - start, by_sequence(stats.scores)
 
     def owned(self) -> list[Any]:
         """What this rank can send: name, shape, dtype and block of each tensor and buffer (:class:`Owned`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -34,8 +35,14 @@ def inverse_frequencies(rope: Rope) -> torch.Tensor:
     return frequencies / rope.factor * slow + frequencies * (1 - slow)
 
 
+@lru_cache
+def _frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
+    """`inverse_frequencies`, copied to a device once."""
+    return inverse_frequencies(rope).to(device)
+
+
 def _table(rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = positions[:, None].float() * inverse_frequencies(rope).to(positions.device)
+    angles = positions[:, None].float() * _frequencies(rope, positions.device)
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
 

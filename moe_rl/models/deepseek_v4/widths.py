@@ -37,7 +37,7 @@ def _layer(arch: DeepseekV4Arch, layer: int, dense: int, expert: int) -> LayerWi
         + 2 * series * d
         + 6 * m,
         fp32=2 * (n * h + 1 + mixing) + 4 + series * d + 2 * arch.num_experts + 2 * k,
-        casts=2 * n * h + 2 * h + q_lora + d + h,
+        casts=2 * n * h + 2 * h + q_lora + d,
         bytes=36 * k,  # int64 expert ids, and the order that sorts copies by expert (Tk ids, sorted and not)
         routed=h + 7 * m,
         routed_fp32=1,
@@ -53,7 +53,9 @@ def _layer(arch: DeepseekV4Arch, layer: int, dense: int, expert: int) -> LayerWi
         stream=n * h,
         dense=dense,
         expert=expert,
-        pair_work=2 * q_wide + (index_pairs if ratio else 0),
+        pair_work=2 * q_wide + index_pairs,
+        index_work=index_pairs,
+        chosen=arch.index_top_k if kind == SPARSE else 0,
         # a rollout engine keeps the window, each compressed entry, and the indexer's keys beside sparse ones
         cache=(d + (arch.index_head_dim if kind == SPARSE else 0)) / ratio if ratio else 0.0,
         cache_fixed=arch.sliding_window * d,
@@ -69,29 +71,38 @@ def _fused(arch: DeepseekV4Arch, layer: int, plain: LayerWidths) -> LayerWidths:
     n, h, m, d, k = arch.hc_mult, arch.hidden_size, arch.moe_intermediate_size, arch.head_dim, arch.top_k
     q_wide, kind, ratio = arch.num_heads * arch.head_dim, arch.attention_kinds[layer], arch.compress_ratios[layer]
     series = 0 if kind == SLIDING else 2 if kind == SPARSE else 1
-    # twice: the mix, its inverse rms, and the mix again, scaled; sigmoids, softmax; Sinkhorn's steps and sums; its result
-    mixing = 2 * arch.hc_mix + 1 + 4 * n + 2 * n * n + (n + n * n) * (2 * arch.hc_sinkhorn_iters - 1)
     return replace(
         plain,
-        # streams between attention and experts; two outputs; two norms; latents; keys, with entries; q, o; grouped o; compressor
+        # streams between attention and experts; of both halves input, normed input and output; latents; keys; output, grouped
+        # output; the compressor's values and weights, its entries before and after their norm; the shared expert
         native=n * h
-        + 2 * h
-        + 4 * h
+        + 6 * h
         + 2 * arch.q_lora_rank
         + 2 * d
-        + (d // ratio if ratio else 0)
-        + 2 * q_wide
+        + q_wide
         + arch.o_groups * arch.o_lora_rank
         + 2 * series * d
-        + 6 * m,
-        fp32=2 * mixing + 4 + arch.num_heads + series * d + 2 * arch.num_experts + 2 * k,
-        casts=2 * h + arch.q_lora_rank + d + h,
-        bytes=36 * k + (4 * arch.index_top_k if kind == SPARSE else 0),  # the entries chosen
+        + (-(-2 * d // ratio) if ratio else 0)
+        + 2 * m,
+        # twice the mix raw and scaled, its inverse rms, pre and post, and comb before, amid and after; inverse rms of four norms
+        fp32=2 * (2 * arch.hc_mix + 1 + 4 * n + 3 * n * n)
+        + 4
+        # log-sum-exp; the compressor's softmax; router; weights of the shared expert
+        + arch.num_heads
+        + series * d
+        + 2 * arch.num_experts
+        + 3 * k
+        + 1
+        + 1,
+        casts=0,
+        # expert ids and tokens in the order of experts, the order as it was sorted; entries chosen
+        bytes=16 * k + 8 * arch.num_experts + (4 * arch.index_top_k if kind == SPARSE else 0),
         routed=h + 2 * m,
         query=q_wide,
         chunked=False,
         stream=0,
-        query_backward=2 * q_wide + q_wide // 4,  # gradients of output and queries, and queries in quarters
-        routed_backward=4 * m,  # of hidden values (2 m), activations and their gradient
+        # queries made anew, gradients of them and of the output, one in quarters; what the feed-forward half kept is gone
+        query_backward=max(0, 3 * q_wide + q_wide // 4 - (n * h + 3 * h + 2 * m)),
+        routed_backward=m,  # activations, in the place of their gradient
         routed_forward=2 * h + 3 * m,
     )
