@@ -8,7 +8,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import pytest
 
-from tests.distributed import free_port
+from tests.distributed import lone_rank
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,17 +28,10 @@ def megatron_world():
 
     Tests of several ranks use `tests.distributed.run_ranks` and leave this process alone.
     """
-    import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
-    from moe_patches import cpu
-
-    torch.set_num_threads(1)
-    cpu.install()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    lone_rank()
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Run a function on N ranks, each a process of its own, and hand back what every rank returned."""
+"""Process groups for tests: of one rank in this process, or a function on N ranks, each a process of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def lone_rank() -> None:
+    """gloo, megatron-core's process groups and the CPU shim for a world of one rank, in this process."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    from moe_patches import cpu
+
+    if dist.is_initialized():
+        return
+    torch.set_num_threads(1)
+    cpu.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
 def _child(fn: Callable, rank: int, world: int, port: int, args: tuple, results: Any) -> None:

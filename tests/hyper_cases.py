@@ -1,4 +1,4 @@
-"""Hyper-connections by the fused kernels and by plain PyTorch, against float64.
+"""Hyper-connections and RMSNorm by the fused kernels and by plain PyTorch, against float64.
 
 TRITON_INTERPRET=1 python -m tests.hyper_cases     # the kernels, interpreted on a CPU
 """
@@ -11,6 +11,7 @@ import torch
 
 from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 from moe_rl.models.deepseek_v4.hyper import HyperConnection
+from moe_rl.models.deepseek_v4.layers import RMSNorm
 from tests.attention_cases import check
 from tests.tiny_v4 import tiny_config
 
@@ -64,9 +65,35 @@ def errors(tokens: int, width: int, dtype=torch.float32, device: str = "cpu") ->
     }
 
 
+def norm_errors(rows: int, width: int, dtype=torch.float32, device: str = "cpu") -> dict[str, tuple[float, float]]:
+    """Of RMSNorm's output and gradients: plain's and fused's distance from float64, as shares."""
+    generator = torch.Generator(device).manual_seed(rows)
+    x, grad = torch.randn(2, rows, width, generator=generator, device=device).mul(3).to(dtype)
+    weight = (1 + 0.3 * torch.randn(width, generator=generator, device=device)).to(dtype)
+
+    def results(norm) -> list[torch.Tensor]:
+        a = x.clone().requires_grad_()
+        out = norm(a)
+        return [out.detach(), *torch.autograd.grad(out, (a, norm.weight), grad)]
+
+    def norm(backend: str) -> RMSNorm:
+        made = RMSNorm(width, 1e-6, dtype, torch.device(device), backend)
+        made.weight.data.copy_(weight)
+        return made
+
+    a, w = x.double().requires_grad_(), weight.double().requires_grad_()
+    out = w * a * torch.rsqrt(a.square().mean(-1, keepdim=True) + 1e-6)
+    wanted = [out.detach(), *torch.autograd.grad(out, (a, w), grad.double())]
+    pairs = zip(("norm", "x", "weight"), wanted, results(norm("plain")), results(norm("triton")), strict=True)
+    return {
+        name: tuple(float((t.double() - right).norm() / right.norm()) for t in pair)  # type: ignore[misc]
+        for name, right, *pair in pairs
+    }
+
+
 def main() -> None:
-    for tokens, width in ((5, 32), (37, 80)):
-        found = errors(tokens, width)
+    for of, rows, width in ((errors, 5, 32), (errors, 37, 80), (norm_errors, 300, 24)):
+        found = of(rows, width)
         print(*(f"{name} {slow:.1e} {fast:.1e}" for name, (slow, fast) in found.items()), sep="; ")
         check(found)
 

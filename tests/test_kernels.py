@@ -22,7 +22,7 @@ def test_interpreted_kernels_equal_plain_pytorch():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 4 + 1 + 2 + 2 + 1 + 2, "some case compared nothing"
+    assert len(done.stdout.splitlines()) == 4 + 1 + 2 + 3 + 1 + 2, "some case compared nothing"
 
 
 def test_without_a_gpu_attention_is_plain_and_says_so(megatron_world):

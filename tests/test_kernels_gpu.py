@@ -51,6 +51,11 @@ def test_hyper_connections_err_no_more_than_twice_plain_bf16(tokens, width):
     check(hyper_cases.errors(tokens, width, torch.bfloat16, "cuda"))
 
 
+@pytest.mark.parametrize("rows, width", [(1, 128), (1000, 512), (333, 7168)])
+def test_norms_err_no_more_than_twice_plain_bf16(rows, width):
+    check(hyper_cases.norm_errors(rows, width, torch.bfloat16, "cuda"))
+
+
 @pytest.mark.parametrize("counts", [(100, 0, 37, 256), (0, 0), (1,)], ids=str)
 def test_experts_err_no_more_than_twice_plain_bf16(counts):
     found = experts_cases.errors(counts, 512, 1100, torch.bfloat16, "cuda")

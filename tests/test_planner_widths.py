@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_rl.config import load_config
-from moe_rl.models.family import read_facts
+from moe_rl.models.family import get_family, read_facts
 from moe_rl.planner.activations import running_bytes, saved_bytes
 from moe_rl.planner.inventory import Inventory
 from tests import small_qwen, small_v4
@@ -89,13 +89,24 @@ def test_layers_save_what_is_planned(tmp_path, family):
 
 @pytest.mark.parametrize(("kind", "layer"), [("sparse", 2), ("heavy", 3)])
 def test_a_pro_layer_takes_on_a_gpu_what_is_planned(kind, layer):
-    """Peaks of forward and backward by the kernels on an H200, of 48 experts: beside the gradient that comes, and weight
-    gradients, which were made at once then."""
+    """Peaks of forward and backward by the kernels on an H200, of 48 experts: beside the gradient that comes, and what the code
+    of that day held more, in the backward pass of the experts."""
     file = Path(__file__).parent.parent / "benchmarks" / "results" / "layer_h200.json"
     measured = json.loads(file.read_text())["cases"][f"layer {kind}"]["triton"]["peak_gib"] * 2**30
     facts, tokens, experts = read_facts(load_config("dsv4-pro", []).model.path), 10240, 48
     weights = sum(t.numel for t in facts.tensors if t.expert and t.layer == layer) * experts * 2
     width = facts.fused_layers[layer]
     width = replace(width, fp32=width.fp32 - 2 * (facts.num_experts - experts))  # of the router
-    planned = running_bytes(facts, width, tokens, 2, 256) - 2 * facts.boundary * tokens
+    arch = get_family(facts.family).read_arch(facts.path)
+    h, m, d = arch.hidden_size, arch.moe_intermediate_size, arch.head_dim
+    since = replace(
+        width,
+        native=width.native + arch.num_heads * d + 4 * m,  # queries; gate and up of the shared expert, by steps
+        casts=2 * h + arch.q_lora_rank + d + h,  # norms and router
+        fp32=width.fp32 + 2 * (2 * arch.hc_sinkhorn_iters - 1) * (arch.hc_mult + arch.hc_mult**2),  # Sinkhorn's steps
+        routed_backward=4 * m,  # hidden values' gradient, and the activation's beside the activation
+    )
+    planned = running_bytes(facts, since, tokens, 2, 256) - 2 * facts.boundary * tokens
     assert planned == pytest.approx(measured - weights, rel=0.03)
+    now = running_bytes(facts, width, tokens, 2, 256) - 2 * facts.boundary * tokens
+    assert planned - now > 3 * 2**30 and now < 7.5 * 2**30

@@ -18,7 +18,8 @@ from .inventory import Inventory, Stage
 
 # What the bytes of each backend rest on besides the code that they are counted from
 EVIDENCE = {
-    "triton": "1 to 2 % above the peaks of Pro layers of 10,240 tokens on an H200 (benchmarks/results/layer_h200.json)",
+    "triton": "counted from the code, as those 1 to 2 % above the peaks of Pro layers on an H200 were, which kept more then"
+    " (benchmarks/results/layer_h200.json)",
     "plain": "within 2 % of updates of 512-token sequences on an H200 (benchmarks/results/planner_memory_h200.json)",
 }
 TOO_OLD = ("sm80",)  # of cluster.gpu_arch: before compute capability 9.0, where the kernels do not run

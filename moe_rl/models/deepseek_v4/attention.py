@@ -31,25 +31,24 @@ class Attention(nn.Module):
         sliding = arch.attention_kinds[layer] == SLIDING
         self.rope = arch.main_rope if sliding else arch.compress_rope
         self.q_a_proj = Projection(arch.hidden_size, arch.q_lora_rank, dtype, device)
-        self.q_a_norm = RMSNorm(arch.q_lora_rank, arch.norm_eps, dtype, device)
+        self.q_a_norm = RMSNorm(arch.q_lora_rank, arch.norm_eps, dtype, device, backend)
         self.q_b_proj = Projection(arch.q_lora_rank, arch.num_heads * arch.head_dim, dtype, device)
         self.kv_proj = Projection(arch.hidden_size, arch.head_dim, dtype, device)
-        self.kv_norm = RMSNorm(arch.head_dim, arch.norm_eps, dtype, device)
+        self.kv_norm = RMSNorm(arch.head_dim, arch.norm_eps, dtype, device, backend)
         group_width = arch.num_heads * arch.head_dim // arch.o_groups
         self.o_a_proj = GroupedProjection(arch.o_groups, group_width, arch.o_lora_rank, dtype, device)
         self.o_b_proj = Projection(arch.o_groups * arch.o_lora_rank, arch.hidden_size, dtype, device)
         self.sinks = parameter(arch.num_heads, dtype=dtype, device=device, keep_fp32=True)
-        self.compressor: Any = None if sliding else Compressor(arch, layer, dtype, device)
+        self.compressor: Any = None if sliding else Compressor(arch, layer, dtype, device, backend)
 
     def forward(self, x: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """x [T, h] (normed) -> [T, h]."""
         latent = self.q_a_norm(self.q_a_proj(x))
-        queries = self.q_b_proj(latent)
         keys = rotate(self.kv_norm(self.kv_proj(x)), *token_table(self.rope, packed))
         attend = self._attend_fused if self.backend == "triton" else self._attend_plain
-        return self.o_b_proj(self.o_a_proj(attend(queries, keys, x, latent, packed)))
+        return self.o_b_proj(self.o_a_proj(attend(keys, x, latent, packed)))
 
-    def _attend_fused(self, queries, keys, x, latent, packed: PackedSequences) -> torch.Tensor:
+    def _attend_fused(self, keys, x, latent, packed: PackedSequences) -> torch.Tensor:
         from moe_rl.models.deepseek_v4 import fused_attention, fused_indexer
 
         c, seen = self.compressor, fused_attention.Visible(packed.positions, self.arch.sliding_window)
@@ -57,11 +56,12 @@ class Attention(nn.Module):
             keys = torch.cat((keys, c.entries(x, packed)))
             chosen = fused_indexer.choose(c, x, latent, packed)
             seen = replace(seen, first=packed.first_windows(c.ratio), ratio=c.ratio, chosen=chosen)
-        q, table = queries.unflatten(-1, (self.arch.num_heads, -1)), token_table(self.rope, packed)
-        return fused_attention.attend(q, keys, self.sinks, *table, seen, self.arch.norm_eps).flatten(1)
+        table, weight = token_table(self.rope, packed), self.q_b_proj.weight
+        attend = fused_attention.attend
+        return attend(latent, keys, self.sinks, *table, seen, self.arch.norm_eps, weight=weight).flatten(1)
 
-    def _attend_plain(self, queries, keys, x, latent, packed: PackedSequences) -> torch.Tensor:
-        queries = queries.split(self.chunk)
+    def _attend_plain(self, keys, x, latent, packed: PackedSequences) -> torch.Tensor:
+        queries = self.q_b_proj(latent).split(self.chunk)
         entries, index_keys = self._compressed(x, packed)
         recompute = torch.is_grad_enabled() and len(queries) > 1
         outs = []

@@ -18,14 +18,16 @@ class WindowPool(nn.Module):
     series of the window before it, so entries reach back 2 * ratio tokens at a stride of ratio.
     """
 
-    def __init__(self, arch: DeepseekV4Arch, width: int, ratio: int, overlap: bool, dtype, device) -> None:
+    def __init__(
+        self, arch: DeepseekV4Arch, width: int, ratio: int, overlap: bool, dtype, device, backend: str
+    ) -> None:
         super().__init__()
         self.rope, self.width, self.ratio, self.overlap = arch.compress_rope, width, ratio, overlap
         columns = 2 * width if overlap else width
         self.kv_proj = Projection(arch.hidden_size, columns, dtype, device)
         self.gate_proj = Projection(arch.hidden_size, columns, dtype, device)
         self.position_bias = parameter(ratio, columns, dtype=dtype, device=device, keep_fp32=True)
-        self.kv_norm = RMSNorm(width, arch.norm_eps, dtype, device)
+        self.kv_norm = RMSNorm(width, arch.norm_eps, dtype, device, backend)
 
     def entries(self, x: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """x [T, h] -> entries [N, width] of all complete windows, N >= 1."""
@@ -57,8 +59,8 @@ class Scorer(nn.Module):
 class Indexer(WindowPool):
     """Scores entries for each query with small heads of its own; frozen, since a choice passes no gradient."""
 
-    def __init__(self, arch: DeepseekV4Arch, ratio: int, dtype, device) -> None:
-        super().__init__(arch, arch.index_head_dim, ratio, True, dtype, device)
+    def __init__(self, arch: DeepseekV4Arch, ratio: int, dtype, device, backend: str) -> None:
+        super().__init__(arch, arch.index_head_dim, ratio, True, dtype, device, backend)
         self.arch = arch
         self.q_b_proj = Projection(arch.q_lora_rank, arch.index_num_heads * arch.index_head_dim, dtype, device)
         self.scorer = Scorer(arch, dtype, device)
@@ -86,8 +88,8 @@ class Indexer(WindowPool):
 class Compressor(WindowPool):
     """The compressed keys of one layer; sparse layers carry an indexer beside them."""
 
-    def __init__(self, arch: DeepseekV4Arch, layer: int, dtype, device) -> None:
+    def __init__(self, arch: DeepseekV4Arch, layer: int, dtype, device, backend: str = "plain") -> None:
         sparse, ratio = arch.attention_kinds[layer] == SPARSE, arch.compress_ratios[layer]
-        super().__init__(arch, arch.head_dim, ratio, sparse, dtype, device)
+        super().__init__(arch, arch.head_dim, ratio, sparse, dtype, device, backend)
         self.top_k = arch.index_top_k
-        self.indexer = Indexer(arch, ratio, dtype, device) if sparse else None
+        self.indexer = Indexer(arch, ratio, dtype, device, backend) if sparse else None

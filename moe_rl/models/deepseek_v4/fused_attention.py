@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-
-LOG2E = 1.4426950408889634
+from torch.nn import functional as F
 
 
 class Launch(NamedTuple):
@@ -267,11 +266,15 @@ def _shape(q: torch.Tensor, cos: torch.Tensor, seen: Visible) -> tuple[tuple[int
 
 
 class FusedAttention(torch.autograd.Function):
-    """q [T, heads, d] before norm and rotation, kv [T + N, d], sinks [heads] -> [T, heads, d], rotated back."""
+    """q [T, heads, d] before norm and rotation, kv [T + N, d], sinks [heads] -> [T, heads, d], rotated back.
+
+    With a weight [heads * d, r] it makes q of x [T, r], once more in the backward pass: it keeps r numbers a token for
+    heads * d. Without one x is q.
+    """
 
     @staticmethod
-    def forward(ctx, q, kv, sinks, cos, sin, seen: Visible, eps: float, launches: tuple[Launch, Launch]):
-        q, kv = q.contiguous(), kv.contiguous()
+    def forward(ctx, x, weight, kv, sinks, cos, sin, seen: Visible, eps: float, launches: tuple[Launch, Launch]):
+        q, kv = _queries(x, weight, len(sinks)), kv.contiguous()
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         grid, sizes = _shape(q, cos, seen)
@@ -282,13 +285,14 @@ class FusedAttention(torch.autograd.Function):
                 q.shape[0], q.shape[1], q.shape[2] ** -0.5, eps,
                 **sizes, KEYS=keys, STAGES=stages, num_warps=warps,
             )  # fmt: skip
-        ctx.save_for_backward(q, kv, sinks, cos, sin, out, lse)
+        ctx.save_for_backward(q if weight is None else x, weight, kv, sinks, cos, sin, out, lse)
         ctx.seen, ctx.eps, ctx.launch = seen, eps, launches[1]
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, kv, sinks, cos, sin, out, lse = ctx.saved_tensors
+        x, weight, kv, sinks, cos, sin, out, lse = ctx.saved_tensors
+        q = _queries(x, weight, len(sinks))
         seen, (keys, warps, stages, parts) = ctx.seen, ctx.launch
         grad, grad_q = grad.contiguous(), torch.empty_like(q)
         grad_kv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
@@ -301,13 +305,25 @@ class FusedAttention(torch.autograd.Function):
                 grad_sinks, scratch, q.shape[0], q.shape[1], q.shape[2] ** -0.5, ctx.eps,
                 **sizes, KEYS=keys, STAGES=stages, PARTS=parts, num_warps=warps,
             )  # fmt: skip
-        return grad_q, grad_kv.to(kv.dtype), grad_sinks.sum(0).to(sinks.dtype), None, None, None, None, None
+        rest = grad_kv.to(kv.dtype), grad_sinks.sum(0).to(sinks.dtype), None, None, None, None, None
+        if weight is None:
+            return grad_q, None, *rest
+        del q, scratch
+        grad_q = grad_q.flatten(1)
+        return grad_q @ weight, grad_q.t() @ x, *rest
 
 
-def attend(q, kv, sinks, cos, sin, seen: Visible, eps: float, forward=FORWARD, backward=BACKWARD) -> torch.Tensor:
+def _queries(x: torch.Tensor, weight: torch.Tensor | None, heads: int) -> torch.Tensor:
+    return (x if weight is None else F.linear(x, weight).unflatten(-1, (heads, -1))).contiguous()
+
+
+def attend(
+    q, kv, sinks, cos, sin, seen: Visible, eps: float, forward=FORWARD, backward=BACKWARD, weight=None
+) -> torch.Tensor:
     """Attention of every token over the keys it sees, its own rotary position taken off again.
 
     q [T, heads, d] as projected (norm over d, then rotation by cos, sin float32 [T, r] on the last 2r channels, happen
     here), kv [T + N, d] (tokens, then entries), sinks float32 [heads] -> [T, heads, d]. d is a power of 2, 8r <= d.
+    With `weight` [heads * d, l] the queries are the product of it and of q [T, l], which backward makes again.
     """
-    return FusedAttention.apply(q, kv, sinks, cos, sin, seen, eps, (forward, backward))
+    return FusedAttention.apply(q, weight, kv, sinks, cos, sin, seen, eps, (forward, backward))

@@ -1,6 +1,7 @@
 """The routed experts of a rank as one operation: a product per expert into shared buffers, the activation by a kernel.
 
-It keeps the experts' inputs and what the activation read, no more; megatron-core's `SequentialMLP` is its reference.
+It keeps the experts' inputs and what the activation read, no more, and the latter's gradient takes its place;
+megatron-core's `SequentialMLP` is its reference.
 TRITON_INTERPRET=1 runs the kernels on a CPU.
 """
 
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 COLUMNS = 1024
 
@@ -29,8 +31,8 @@ def _swiglu(hidden, probs, out, width, limit, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward(hidden, probs, grad, grad_hidden, grad_probs, out, width, limit, COLUMNS: tl.constexpr):
-    """Gradients of hidden and probs, given that of out; and out itself once more."""
+def _swiglu_backward(hidden, probs, out, grad_probs, width, limit, COLUMNS: tl.constexpr):
+    """In place: hidden becomes its gradient, and out, which holds the gradient of out, becomes out. Gradient of probs."""
     row = tl.program_id(0).to(tl.int64)
     prob = tl.load(probs + row)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -39,7 +41,7 @@ def _swiglu_backward(hidden, probs, grad, grad_hidden, grad_probs, out, width, l
         here = column < width
         x = tl.load(hidden + row * 2 * width + column, mask=here, other=0.0).to(tl.float32)
         y = tl.load(hidden + row * 2 * width + width + column, mask=here, other=0.0).to(tl.float32)
-        g = tl.load(grad + row * width + column, mask=here, other=0.0).to(tl.float32)
+        g = tl.load(out + row * width + column, mask=here, other=0.0).to(tl.float32)
         gate = tl.minimum(x, limit)
         up = tl.minimum(tl.maximum(y, -limit), limit)
         s = 1.0 / (1.0 + tl.exp(-gate))
@@ -48,8 +50,8 @@ def _swiglu_backward(hidden, probs, grad, grad_hidden, grad_probs, out, width, l
         tl.store(out + row * width + column, (silu * up * prob).to(out.dtype.element_ty), mask=here)
         gx = tl.where(x <= limit, g * prob * up * (s + silu * (1.0 - s)), 0.0)
         gy = tl.where((y <= limit) & (y >= -limit), g * prob * silu, 0.0)
-        tl.store(grad_hidden + row * 2 * width + column, gx.to(grad_hidden.dtype.element_ty), mask=here)
-        tl.store(grad_hidden + row * 2 * width + width + column, gy.to(grad_hidden.dtype.element_ty), mask=here)
+        tl.store(hidden + row * 2 * width + column, gx.to(hidden.dtype.element_ty), mask=here)
+        tl.store(hidden + row * 2 * width + width + column, gy.to(hidden.dtype.element_ty), mask=here)
     tl.store(grad_probs + row, tl.sum(total, 0))
 
 
@@ -87,27 +89,26 @@ class ExpertRows(torch.autograd.Function):
         for a, w, b in zip(active.split(counts), second, out.split(counts), strict=True):
             torch.mm(a, w.t(), out=b)
         ctx.save_for_backward(x, probs, hidden)
-        ctx.weights, ctx.counts, ctx.limit, ctx.left = (first, second), counts, limit, left
+        ctx.weights, ctx.counts, ctx.limit, ctx.left, ctx.spent = (first, second), counts, limit, left, False
         return out
 
     @staticmethod
     def backward(ctx, grad):
         (x, probs, hidden), (first, second), counts = ctx.saved_tensors, ctx.weights, ctx.counts
+        if ctx.spent:
+            raise RuntimeError("backward through the experts a second time: the first one overwrote what they kept")
+        ctx.spent = True
         grad, rows, width = grad.contiguous(), len(x), second[0].shape[1]
-        grad_active, active = x.new_empty(rows, width), x.new_empty(rows, width)
-        grad_hidden, grad_probs, grad_x = torch.empty_like(hidden), torch.empty_like(probs), torch.empty_like(x)
-        for g, w, b in zip(grad.split(counts), second, grad_active.split(counts), strict=True):
+        active, grad_probs, grad_x = x.new_empty(rows, width), torch.empty_like(probs), torch.empty_like(x)
+        for g, w, b in zip(grad.split(counts), second, active.split(counts), strict=True):
             torch.mm(g, w, out=b)
         if rows:
             with torch.cuda.device_of(x):
-                _swiglu_backward[(rows,)](
-                    hidden, probs, grad_active, grad_hidden, grad_probs, active, width, ctx.limit, COLUMNS=COLUMNS
-                )
-        del grad_active
-        for g, w, b in zip(grad_hidden.split(counts), first, grad_x.split(counts), strict=True):
+                _swiglu_backward[(rows,)](hidden, probs, active, grad_probs, width, ctx.limit, COLUMNS=COLUMNS)
+        for g, w, b in zip(hidden.split(counts), first, grad_x.split(counts), strict=True):
             torch.mm(g, w, out=b)
         if any(ctx.needs_input_grad[7:]):
-            ctx.left.update(enumerate(zip(*(t.split(counts) for t in (x, grad_hidden, active, grad)), strict=True)))
+            ctx.left.update(enumerate(zip(*(t.split(counts) for t in (x, hidden, active, grad)), strict=True)))
         return grad_x, grad_probs, None, None, None, None, None, *(x.new_empty(0) for _ in counts)
 
 
@@ -130,3 +131,14 @@ class FusedExperts(SequentialMLP):
         first, second = ([getattr(e, n).weight for e in self.local_experts] for n in ("linear_fc1", "linear_fc2"))
         counts, limit = tokens_per_expert.tolist(), self.config.activation_func_clamp_value
         return run(permuted_local_hidden_states, permuted_probs.float(), counts, limit, first, second), None
+
+
+class FusedSharedExpert(SharedExpertMLP):
+    """megatron-core's shared expert as the one expert of `run`. Without tensor parallelism, gate and overlap."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[T, 1, h] -> [T, 1, h]."""
+        x, limit = hidden_states.flatten(0, 1), self.config.activation_func_clamp_value
+        probs = torch.ones(len(x), dtype=torch.float32, device=x.device)
+        out = run(x, probs, [len(x)], limit, [self.linear_fc1.weight], [self.linear_fc2.weight])
+        return out.view_as(hidden_states)

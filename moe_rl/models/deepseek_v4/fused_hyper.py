@@ -248,22 +248,28 @@ class Rejoin(torch.autograd.Function):
         return tuple(grads)
 
 
+def _balanced(matrix: torch.Tensor, iterations: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The steps and sums of `_sinkhorn`."""
+    tokens, n, _ = matrix.shape
+    steps, sums = (matrix.new_empty(2 * iterations - 1, tokens, *tail) for tail in ((n, n), (n,)))
+    with torch.cuda.device_of(matrix):
+        _sinkhorn[(triton.cdiv(tokens, 64),)](matrix, steps, sums, tokens, iterations, eps, N=n, TOKENS=64)
+    return steps, sums
+
+
 class Sinkhorn(torch.autograd.Function):
     """As `hyper.sinkhorn`, float32 [T, n, n]."""
 
     @staticmethod
     def forward(ctx, matrix, iterations: int, eps: float):
-        matrix, (tokens, n, _) = matrix.contiguous(), matrix.shape
-        steps = torch.empty(2 * iterations - 1, tokens, n, n, dtype=torch.float32, device=matrix.device)
-        sums = torch.empty(2 * iterations - 1, tokens, n, dtype=torch.float32, device=matrix.device)
-        with torch.cuda.device_of(matrix):
-            _sinkhorn[(triton.cdiv(tokens, 64),)](matrix, steps, sums, tokens, iterations, eps, N=n, TOKENS=64)
-        ctx.save_for_backward(steps, sums)
-        return steps[-1].clone()
+        matrix = matrix.contiguous()
+        ctx.save_for_backward(matrix)
+        ctx.options = iterations, eps
+        return _balanced(matrix, iterations, eps)[0][-1].clone()
 
     @staticmethod
     def backward(ctx, grad):
-        steps, sums = ctx.saved_tensors
+        steps, sums = _balanced(*ctx.saved_tensors, *ctx.options)
         count, tokens, n, _ = steps.shape
         out = torch.empty_like(steps[0])
         with torch.cuda.device_of(steps):

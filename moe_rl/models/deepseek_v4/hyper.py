@@ -27,7 +27,7 @@ class HyperConnection(nn.Module):
 
     def __init__(self, arch: DeepseekV4Arch, device: torch.device, backend: str = "plain") -> None:
         super().__init__()
-        self.arch, self.fused = arch, backend == "triton"
+        self.arch, self.backend = arch, backend
         kept = {"dtype": torch.float32, "device": device, "keep_fp32": True}
         self.fn = parameter(arch.hc_mix, arch.hc_mult * arch.hidden_size, **kept)
         self.base = parameter(arch.hc_mix, **kept)
@@ -35,7 +35,7 @@ class HyperConnection(nn.Module):
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """streams [T, n, h] -> block input [T, h] (dtype of streams), post [T, n] and comb [T, n, n] (float32)."""
-        if self.fused:
+        if self.backend == "triton":
             from moe_rl.models.deepseek_v4.fused_hyper import Mix, Sinkhorn, Weigh
 
             mixed = Mix.apply(streams.flatten(-2), self.fn, self.arch.norm_eps)
@@ -59,7 +59,7 @@ class HyperConnection(nn.Module):
 
     def rejoin(self, streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
         """New streams [T, n, h]: stream k gets post[k] * out + sum over j of comb[j, k] * streams[j]."""
-        if self.fused:
+        if self.backend == "triton":
             from moe_rl.models.deepseek_v4.fused_hyper import Rejoin
 
             return Rejoin.apply(streams, out, post, comb)

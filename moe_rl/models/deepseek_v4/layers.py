@@ -16,14 +16,23 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device, keep_fp32: 
 
 
 class RMSNorm(nn.Module):
-    """y = weight * x / rms(x) over the last axis; float32 inside, the product with the weight in the dtype of x."""
+    """y = weight * x / rms(x) over the last axis; float32 inside, the product with the weight in the dtype of x.
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    `backend` "triton" runs the kernel of `fused_norm`; "plain", its reference, is PyTorch alone.
+    """
+
+    def __init__(
+        self, width: int, eps: float, dtype: torch.dtype, device: torch.device, backend: str = "plain"
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.backend = eps, backend
         self.weight = parameter(width, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.backend == "triton":
+            from moe_rl.models.deepseek_v4.fused_norm import Norm
+
+            return Norm.apply(x, self.weight, self.eps)
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)

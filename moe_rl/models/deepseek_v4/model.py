@@ -41,10 +41,11 @@ class DecoderLayer(MegatronModule):
         super().__init__(config)
         arch, dtype, device = config.arch, config.params_dtype, build_device(config)
         self.layer_number = layer + 1
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device)
-        self.attn_hc, self.ffn_hc = (HyperConnection(arch, device, config.attention_backend) for _ in range(2))
-        self.self_attn = Attention(arch, layer, config.attention_chunk, dtype, device, config.attention_backend)
+        backend = config.attention_backend
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device, backend)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps, dtype, device, backend)
+        self.attn_hc, self.ffn_hc = (HyperConnection(arch, device, backend) for _ in range(2))
+        self.self_attn = Attention(arch, layer, config.attention_chunk, dtype, device, backend)
         self.mlp = build_moe(config, layer, pg_collection)
 
     def forward(self, streams: torch.Tensor, token_ids: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
@@ -80,7 +81,7 @@ class DeepseekV4Model(ModelChunk):
         self.layers = GlobalLayers({str(i): DecoderLayer(config, i, self.pg_collection) for i in self.layer_range})
         if post_process:
             self.hc_head = HyperHead(arch, device)
-            self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, config.params_dtype, device)
+            self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, config.params_dtype, device, config.attention_backend)
             self.output_layer = ColumnParallelLinear(
                 arch.hidden_size,
                 arch.vocab_size,

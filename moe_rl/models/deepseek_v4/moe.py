@@ -40,6 +40,21 @@ def route(
     return probs, torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
 
 
+class Float32Linear(torch.autograd.Function):
+    """x [..., h] times weight [E, h] transposed, all in float32 -> [..., E]; it keeps its inputs as they came."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).float()
+        return (grad @ weight.float()).to(x.dtype), grad_weight.to(weight.dtype)
+
+
 class Router(TopKRouter):
     """Chooses experts by table (buffer `tid2eid` int64 [vocab, k]) or score (buffer `expert_bias` float32 [E])."""
 
@@ -61,7 +76,7 @@ class Router(TopKRouter):
         """hidden [T, 1, h], token_ids [T] -> probs float32 [T, E], map bool [T, E]."""
         arch = self.config.arch
         # Not megatron-core's router_gating_linear: where Transformer Engine is installed it runs on GPUs alone.
-        logits = F.linear(hidden.float(), self.weight.float()).view(-1, arch.num_experts)
+        logits = Float32Linear.apply(hidden, self.weight).view(-1, arch.num_experts)
         if self.is_hash:
             return route(logits, arch.routed_scaling_factor, self.tid2eid[token_ids])
         # The bias only chooses
@@ -81,20 +96,22 @@ class MixtureOfExperts(MoELayer):
         return self.postprocess(self.combine(out), shared)
 
 
-def _experts(config) -> Any:
+def _experts(config) -> tuple[Any, Any]:
+    """The classes of the routed experts and of the shared one."""
     if config.attention_backend != "triton":
-        return SequentialMLP
-    from moe_rl.models.deepseek_v4.fused_experts import FusedExperts
+        return SequentialMLP, SharedExpertMLP
+    from moe_rl.models.deepseek_v4.fused_experts import FusedExperts, FusedSharedExpert
 
-    return FusedExperts
+    return FusedExperts, FusedSharedExpert
 
 
 def build_moe(config, layer: int, pg_collection) -> MixtureOfExperts:
     """The experts of decoder layer `layer` (0-based, global)."""
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts, shared = _experts(config)
     parts = MoESubmodules(
-        experts=partial(_experts(config), submodules=mlp),
-        shared_experts=partial(SharedExpertMLP, submodules=mlp),
+        experts=partial(experts, submodules=mlp),
+        shared_experts=partial(shared, submodules=mlp),
         router=partial(Router, is_hash=config.arch.is_hash(layer)),
     )
     moe = MixtureOfExperts(config, parts, layer_number=layer + 1, pg_collection=pg_collection)
