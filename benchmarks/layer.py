@@ -97,9 +97,7 @@ def layer(bench: Bench, arch, kind: str, tokens: int, backend: str) -> dict[str,
 
 def parts(bench: Bench, block, x, ids, packed) -> dict[str, float]:
     """Milliseconds of forward and backward of each part by itself, by the kernels and by plain PyTorch."""
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    from moe_rl.models.deepseek_v4.fused_experts import FusedExperts
+    from moe_rl.trainer.speed import set_backend
 
     torch = bench.torch
     narrow = x.detach()[:, 0].contiguous().requires_grad_()
@@ -114,19 +112,19 @@ def parts(bench: Bench, block, x, ids, packed) -> dict[str, float]:
 
     with torch.no_grad():
         _, post, comb = block.attn_hc(x)
-    mixes, experts = [post.requires_grad_(), comb.requires_grad_()], block.mlp.experts
-    found, built = {}, (block.attn_hc.fused, block.self_attn.backend, experts.__class__)
+    mixes = [post.requires_grad_(), comb.requires_grad_()]
+    found, built = {}, block.self_attn.backend
     for backend in ("triton", "plain") if bench.gpu else ("plain",):
-        block.attn_hc.fused, block.self_attn.backend = backend == "triton", backend
-        experts.__class__ = FusedExperts if backend == "triton" else SequentialMLP
+        set_backend(block, backend)
         found |= {
             f"{backend} hyper-connection, collapse": run(block.attn_hc, x),
             f"{backend} hyper-connection, rejoin": run(block.attn_hc.rejoin, x, narrow, *mixes),
             f"{backend} attention": run(lambda t: block.self_attn(t, packed), narrow),
             f"{backend} experts": run(lambda t: block.mlp(t.unsqueeze(1), ids), narrow),
+            f"{backend} norm": run(block.input_layernorm, narrow),
         }
-    block.attn_hc.fused, block.self_attn.backend, experts.__class__ = built
-    return found | {"norm": run(block.input_layernorm, narrow)}
+    set_backend(block, built)
+    return found
 
 
 def busiest(bench: Bench, call, most: int = 14) -> dict[str, float]:

@@ -350,6 +350,7 @@ def bench_train(
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     sequences: Annotated[int, typer.Option(help="Sequences of a step.")] = 16,
     steps: Annotated[int, typer.Option(help="Steps that are measured, after one that is not.")] = 3,
+    by_length: Annotated[list[int], typer.Option(help="Time the update with sequences of this length, too.")] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="File of the results.")] = Path("bench-train.json"),
     profile: Annotated[bool, typer.Option("--profile", help="Keep a trace for Perfetto beside it.")] = False,
     hw: Hardware = None,
@@ -358,7 +359,7 @@ def bench_train(
     """Tokens/s and MFU of log-probs and update with random weights, on one process, against a bare loop."""
     from moe_rl.bench.train import benchmark
 
-    sizes = dict(layers=layers, experts=experts, length=length, sequences=sequences, steps=steps)
+    sizes = dict(layers=layers, experts=experts, length=length, sequences=sequences, steps=steps, by_length=by_length)
     found = benchmark(recipe, overrides or (), hw=hw, files=file or (), **sizes, out=out, profile=profile)  # type: ignore[arg-type]
     print(json.dumps(found["result"], indent=1))
     print(f"results: {out}")

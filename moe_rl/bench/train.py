@@ -30,29 +30,34 @@ def benchmark(
     length: int = 4096,
     sequences: int = 16,
     steps: int = 3,
+    by_length: Sequence[int] = (),
     out: Path = Path("bench-train.json"),
     profile: bool = False,
 ) -> dict[str, Any]:
     """Measure (see `trainer.speed`), write `out` and with `profile` a trace beside it; returns what was written.
 
-    `layers` and `experts` cut the model down to its first ones; `sequences` of `length` tokens make a step.
+    `layers` and `experts` cut the model down to its first ones; `sequences` of `length` tokens make a step,
+    whose update is timed once more with sequences of each length of `by_length`. `out` is written after every figure.
 
     Raises:
         UserError: the input is wrong; nothing has started.
     """
     small = [f"--{n} {v}" for n, v in (("sequences", sequences), ("steps", steps)) if v < 1]
-    if small or length < 2:
-        raise UserError(
-            "bench.size", ", ".join(small) or f"--length {length}", "There is nothing to measure.", "Use at least 2."
-        )
+    small += [f"--{n} {v}" for n, v in (("length", length), *(("by-length", v) for v in by_length)) if v < 2]
+    if small:
+        raise UserError("bench.size", ", ".join(small), "There is nothing to measure.", "Use at least 2.")
     one = [*ONE_PROCESS, "cluster.nodes=1", "cluster.gpus_per_node=1", *overrides]
     config = load_config(recipe, one, hw=hw, files=files)
     config.engine.max_tokens_per_micro_batch = max(length, config.engine.max_tokens_per_micro_batch)
     facts = read_facts(config.model.path, config.model.family)
     raise_all(scoring_problems(config, facts))
-    if facts.family != "deepseek_v4":
-        what, why = f"the recipe's model is of family {facts.family}", "Its FLOPs are not counted yet."
-        raise UserError("bench.family", what, why, "Use a DeepSeek-V4 recipe.")
+    about = {"recipe": recipe, "overrides": list(overrides), "layers": layers, "experts": experts, "length": length}
+    about |= machine()
+
+    def save(found: dict[str, Any]) -> dict[str, Any]:
+        write_atomic(out, json.dumps(about | {"result": found}, indent=1) + "\n")
+        return about | {"result": found}
+
     with tempfile.TemporaryDirectory(prefix="bench-train-") as directory:
         changes = {"num_hidden_layers": layers, "n_routed_experts": experts}
         cut = read_config(config.model.path) | {k: v for k, v in changes.items() if v is not None}
@@ -61,8 +66,6 @@ def benchmark(
         read_facts(directory, config.model.family)
         from moe_rl.trainer.speed import measure
 
-        found = measure(config, [length] * sequences, steps, out.with_suffix(".trace.json") if profile else None)
-    about = {"recipe": recipe, "overrides": list(overrides), "layers": layers, "experts": experts, "length": length}
-    result = {**machine(), **about, "result": found}
-    write_atomic(out, json.dumps(result, indent=1) + "\n")
-    return result
+        trace = out.with_suffix(".trace.json") if profile else None
+        found = measure(config, [length] * sequences, steps, by_length=by_length, trace=trace, save=save)
+    return save(found)

@@ -1,8 +1,6 @@
 """How fast one process trains a model with random weights: the engine's log-probs and update, a bare loop, each backend.
 
-FLOPs of a step (`step_flops`), without what is computed a second time: 6 for each weight and token (2 forward, 4 backward),
-2 for the frozen indexer, experts by the share of them that a token gets, none for the embedding; attention 12 for each
-channel, head and (query, key) pair that is not masked; the indexer's scores 2 for each channel, head and (query, entry).
+FLOPs of a step are those of `config.flops`.
 """
 
 from __future__ import annotations
@@ -17,45 +15,32 @@ import numpy as np
 import torch
 
 from moe_rl.config import Config
+from moe_rl.config.flops import Flops
 from moe_rl.engine.batch import MicroBatch
 from moe_rl.engine.engine import Engine
 from moe_rl.engine.parallel import init_distributed
-from moe_rl.models.deepseek_v4.arch import SPARSE, DeepseekV4Arch
-from moe_rl.models.deepseek_v4.weights import expected
 from moe_rl.models.family import get_family, read_facts
 
 
-def step_flops(arch: DeepseekV4Arch, lengths: Sequence[int]) -> float:
-    """FLOPs of forward and backward over sequences of these lengths; see the module."""
-    tokens, total = sum(lengths), 0.0
-    for name, spec in expected(arch).items():
-        if len(spec.shape) != 2 or name == "embed.weight" or name.endswith(("ape", "tid2eid")):
-            continue
-        share = arch.top_k / arch.num_experts if ".experts." in name else 1.0
-        total += (2 if ".indexer." in name else 6) * spec.shape[0] * spec.shape[1] * tokens * share
-    for length in lengths:
-        place = np.arange(length, dtype=np.int64) + 1
-        for kind, ratio in zip(arch.attention_kinds, arch.compress_ratios, strict=True):
-            closed = place // ratio if ratio else 0 * place
-            seen = np.minimum(closed, arch.index_top_k) if kind == SPARSE else closed
-            pairs = int((np.minimum(place, arch.sliding_window) + seen).sum())
-            total += 12.0 * pairs * arch.num_heads * arch.head_dim
-            if kind == SPARSE and closed.max() > arch.index_top_k:
-                total += 2.0 * int(closed.sum()) * arch.index_num_heads * arch.index_head_dim
-    return total
-
-
-def measure(config: Config, lengths: Sequence[int], steps: int, trace: Path | None = None) -> dict[str, Any]:
+def measure(
+    config: Config,
+    lengths: Sequence[int],
+    steps: int,
+    *,
+    by_length: Sequence[int] = (),
+    trace: Path | None = None,
+    save: Callable[[dict[str, Any]], object] = lambda found: None,
+) -> dict[str, Any]:
     """Seconds, tokens/s and share of the measured matrix rate of a step over sequences of these lengths, on one process.
 
-    Each figure is the median of `steps` after one that does not count. `trace` gets one update's profile (Chrome format,
-    which Perfetto opens). Weights are drawn on the device: their values do not matter here.
+    Each figure is the median of `steps` after one that does not count. The update is timed again with as many tokens in sequences of each
+    length of `by_length`. `trace` gets one update's profile (Chrome format, which Perfetto opens); `save` gets what is found so
+    far. Weights are drawn on the device: their values do not matter here.
     """
     facts = read_facts(config.model.path, config.model.family)
     with tempfile.TemporaryDirectory() as directory:
         parallel = init_distributed(config, facts, 0, 1, f"file://{directory}/store")
     engine = Engine(config, parallel, get_family(facts.family), train=True, reference=False)
-    assert isinstance(engine.arch, DeepseekV4Arch)
     clock, (chunk,) = Clock(engine.parallel.device), engine.chunks
     with torch.no_grad():
         for p in chunk.parameters():
@@ -64,15 +49,17 @@ def measure(config: Config, lengths: Sequence[int], steps: int, trace: Path | No
             if name.endswith("tid2eid"):
                 b.copy_(torch.rand(len(b), engine.arch.num_experts, device=b.device).argsort(1)[:, : b.shape[1]])
     engine.reload_master()
-    batches = micro_batches(lengths, config.engine.max_tokens_per_micro_batch, engine.arch.vocab_size)
+    budget, vocabulary = config.engine.max_tokens_per_micro_batch, engine.arch.vocab_size
+    batches = micro_batches(lengths, budget, vocabulary)
 
     def log_probs() -> None:
         engine.log_probs(batches, temperature=1.0, entropy=True)
 
-    def update() -> None:
+    def update(batches: Sequence[MicroBatch] = batches) -> None:
         engine.update(batches, policy_loss, temperature=1.0)
 
-    rate, tokens, flops = clock.matrix_rate(), sum(lengths), step_flops(engine.arch, lengths)
+    flops_of = Flops.of(facts).sequence
+    rate, tokens, flops = clock.matrix_rate(), sum(lengths), sum(map(flops_of, lengths))
     found: dict[str, Any] = {
         "tokens": tokens,
         "micro_batches": len(batches),
@@ -83,7 +70,18 @@ def measure(config: Config, lengths: Sequence[int], steps: int, trace: Path | No
 
     def figures(call: Callable[[], None]) -> dict[str, float]:
         seconds, peak = clock.seconds(call, steps)
+        save(found)
         return {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_gib": peak}
+
+    def lengthwise() -> dict[str, dict[str, float]]:
+        rows = {}
+        for length in by_length:
+            again = [length] * max(1, tokens // length)
+            cut = micro_batches(again, max(budget, length), vocabulary)
+            rows[str(length)] = row = figures(lambda cut=cut: update(cut))  # type: ignore[misc]
+            row["tokens_per_s"] = sum(again) / row["seconds"]
+            row["mfu"] = sum(map(flops_of, again)) / row["seconds"] / rate
+        return rows
 
     found["update"] = figures(update)
     found["update"]["mfu"] = flops / found["update"]["seconds"] / rate
@@ -94,10 +92,12 @@ def measure(config: Config, lengths: Sequence[int], steps: int, trace: Path | No
     found["forward by part, s"] = clock.parts(chunk, log_probs)
     if trace is not None:
         clock.profile(update, trace)
+    found["update by length"] = lengthwise()
     if engine.transformer_config.attention_backend == "triton":
         set_backend(chunk, "plain")
         found["update, plain backend"] = figures(update)
         found["over plain"] = found["update, plain backend"]["seconds"] / found["update"]["seconds"]
+        found["update by length, plain backend"] = lengthwise()
     engine.close()
     return found
 
@@ -138,19 +138,23 @@ def bare_step(engine: Engine, batches: Sequence[MicroBatch]) -> None:
 
 
 def set_backend(chunk: torch.nn.Module, backend: str) -> None:
-    """Let the layers of a chunk that was built with kernels run the plain way."""
+    """Let the layers of a chunk or layer run "triton" kernels or the "plain" way, however they were built."""
     from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
     from moe_rl.models.deepseek_v4.attention import Attention
+    from moe_rl.models.deepseek_v4.fused_experts import FusedExperts, FusedSharedExpert
     from moe_rl.models.deepseek_v4.hyper import HyperConnection
+    from moe_rl.models.deepseek_v4.layers import RMSNorm
 
+    fused = backend == "triton"
     for module in chunk.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, (Attention, HyperConnection, RMSNorm)):
             module.backend = backend
-        elif isinstance(module, HyperConnection):
-            module.fused = backend == "triton"
-        elif isinstance(module, SequentialMLP) and backend == "plain":
-            module.__class__ = SequentialMLP
+        elif isinstance(module, SequentialMLP):
+            module.__class__ = FusedExperts if fused else SequentialMLP
+        elif isinstance(module, SharedExpertMLP):
+            module.__class__ = FusedSharedExpert if fused else SharedExpertMLP
 
 
 class Clock:
@@ -185,20 +189,19 @@ class Clock:
     def parts(self, chunk: torch.nn.Module, call: Callable[[], None]) -> dict[str, float]:
         """Seconds in the forward of each kind of module; what is in none of them, log-probs above all, is the rest."""
         found: dict[str, float] = {}
-        kinds = ("Attention", "HyperConnection", "MixtureOfExperts", "RMSNorm")
         begun: list[float] = []
         handles = []
         for parent in chunk.layers.values():
             for module in parent.children():
-                if (kind := type(module).__name__) in kinds:
 
-                    def end(module, inputs, out, kind=kind) -> None:
-                        found[kind] = found.get(kind, 0.0) + self.now() - begun.pop()
+                def end(module, inputs, out) -> None:
+                    kind = type(module).__name__
+                    found[kind] = found.get(kind, 0.0) + self.now() - begun.pop()
 
-                    handles += [
-                        module.register_forward_pre_hook(lambda module, inputs: begun.append(self.now())),
-                        module.register_forward_hook(end),
-                    ]
+                handles += [
+                    module.register_forward_pre_hook(lambda module, inputs: begun.append(self.now())),
+                    module.register_forward_hook(end),
+                ]
         start = self.now()
         call()
         found["rest"] = self.now() - start - sum(found.values())
