@@ -365,6 +365,28 @@ def bench_train(
     print(f"results: {out}")
 
 
+@bench_app.command("sync")
+def bench_sync(
+    recipe: Annotated[str, typer.Argument(help="A DeepSeek-V4 recipe, or a path to one.")],
+    overrides: Overrides = None,
+    layers: Annotated[int | None, typer.Option(help="Keep the model's first layers only.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Keep so many routed experts.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Keep so many tokens of the vocabulary.")] = None,
+    out: Annotated[Path, typer.Option(help="File of the results.")] = Path("bench-sync.json"),
+    hw: Hardware = None,
+    file: Files = None,
+) -> None:
+    """A weight update of quantised weights on one device, by part, against the whole checkpoint to each receiver."""
+    from moe_rl.bench.sync import benchmark, show
+
+    show(
+        benchmark(
+            recipe, overrides or (), hw=hw, files=file or (), layers=layers, experts=experts, vocab=vocab, out=out
+        )
+    )
+    print(f"results: {out}")
+
+
 @app.command()
 def explain(
     key: Annotated[str, typer.Argument(help="A key (layout.pp), a section (layout), or `all`.")],

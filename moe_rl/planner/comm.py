@@ -31,6 +31,7 @@ class SyncPlan:
     link: str
     rate: float
     efficiency: float
+    bytes_out_mean: float
 
     @property
     def busiest(self) -> int:
@@ -54,11 +55,17 @@ class SyncPlan:
         table = ", ".join(
             f"{rate} GB/s: " + " / ".join(f"{s:.2f}" for s in row.values()) for rate, row in self.sensitivity().items()
         )
+        uneven = self.bytes_out_max / self.bytes_out_mean
+        balance = (
+            f"  stage {self.stage} sends {uneven:.2f} times the mean: only its ranks own its layers, and no rank relays, so that"
+            " every byte crosses a link once; layout.pin_hash_layers=false evens out what hash layers make uneven"
+        )
         return [
             f"weight update: {self.bytes_total / G:,.1f} GB in all; {self.bytes_per_gpu_max / G:,.2f} GB into a GPU,"
             f" {self.bytes_out_max / G:,.2f} GB out of one of stage {self.stage}",
             f"  {self.busiest / G:,.2f} GB {way} the busiest / ({self.rate / self.efficiency / G:g} GB/s {self.link} *"
             f" {self.efficiency:g}) = {self.seconds:.2f} s, encoding and repacking apart; at 50 / 70 / 90 % of {table} s",
+            *([balance] if uneven > 1.1 else []),
         ]
 
 
@@ -88,4 +95,5 @@ def sync_plan(config: Config, facts: ModelFacts, inventory: Inventory, rollout: 
         "NVLink" if one_node else "NIC",
         rate * G * efficiency,
         efficiency,
+        into * receivers / (inventory.width * len(stages)),
     )
