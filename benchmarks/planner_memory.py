@@ -1,12 +1,14 @@
 """The planner's memory against what one training process takes, phase by phase: optimizer modes, lengths, recompute.
 
-    python3 benchmarks/planner_memory.py --device cuda --size full --budget-s 240 --out OUT/planner_memory.json
+    python3 benchmarks/planner_memory.py --size half --parallel 6 --budget-s 300 --out OUT/planner_memory.json    # on a GPU
+    python3 benchmarks/planner_memory.py --device cpu --size small --parallel 1 --out OUT/planner_memory_cpu.json
     python3 benchmarks/planner_memory.py --runs --out benchmarks/results/planner_memory_cpu.json
 
 Each case is a process of its own: it builds an engine of a V4-style model (weights drawn from a seed), scores, updates,
 saves and resumes, and notes for each phase the most that torch had allocated on the GPU and the most that the process had
 resident on the host. Beside that stands what `moe-rl plan` says of the same configuration: no number of a case enters the
-formula that it is held against. The result is written after every case.
+formula that it is held against. The result is written after every case, a case's own after every phase: what is cut off when
+the budget ends keeps the phases that it has, and says so.
 
 With --runs the cases are whole runs of dsv4-tiny on a CPU, `moe-rl train` with its rollout process beside the trainer's ranks,
 and what is held against the plan is what the run itself wrote into plan.json.
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,11 @@ FULL = dict(vocab_size=32768, hidden_size=1536, moe_intermediate_size=768, num_h
 COMMON = dict(model_type="deepseek_v4", num_key_value_heads=1, n_shared_experts=1, routed_scaling_factor=1.5,
               swiglu_limit=10.0, hc_mult=4, hc_sinkhorn_iters=20, initializer_range=0.02, max_position_embeddings=16384,
               rope_theta=10000.0, compress_rope_theta=160000.0)  # fmt: skip
-SIZES = {"tiny": TINY, "full": FULL}
+HALF = FULL | dict(hidden_size=1024, moe_intermediate_size=512, num_hidden_layers=8, n_routed_experts=20, q_lora_rank=384,
+                   compress_ratios=FULL["compress_ratios"][:8])  # fmt: skip
+SMALL = HALF | dict(vocab_size=8192, hidden_size=512, moe_intermediate_size=256, n_routed_experts=16, num_attention_heads=8,
+                    head_dim=64, qk_rope_head_dim=16, q_lora_rank=128, o_lora_rank=64, index_n_heads=4)  # fmt: skip
+SIZES = {"tiny": TINY, "small": SMALL, "half": HALF, "full": FULL}
 AWARE = {"optimizer.precision_aware": True, "optimizer.grad_dtype": "bf16"}
 OFF = {"engine.recompute": "off"}
 
@@ -53,19 +60,42 @@ def case(length: int, fit: int, count: int, **keys: Any) -> dict[str, Any]:
     return shape | keys
 
 
-CASES = {
+HALF_AWAY, AWAY = ({"optimizer.offload_fraction": share} for share in (0.5, 1.0))
+REFERENCE = {"algorithm.kl": "k3"}
+GPU_CASES = {
     "plain-1024": case(512, 2, 4),
     "plain-1024-kept": case(512, 2, 4, **OFF),
     "plain-4096": case(4096, 1, 2),
     "plain-2048-kept": case(2048, 1, 2, **OFF),
     "aware-bf16-moments-8192": case(8192, 1, 2, **AWARE, **{"optimizer.moment_dtype": "bf16"}),
-    "offload-2048": case(2048, 1, 2, **{"optimizer.offload_fraction": 1.0}),
-    "aware-offload-4096": case(2048, 2, 4, **AWARE, **{"optimizer.offload_fraction": 1.0}),
-    "aware-offload-half-1024-kept": case(1024, 1, 2, **AWARE, **OFF, **{"optimizer.offload_fraction": 0.5}),
+    "offload-2048": case(2048, 1, 2, **AWAY),
+    "offload-half-1024": case(1024, 1, 2, **HALF_AWAY),
+    "aware-2048": case(2048, 1, 2, **{"optimizer.precision_aware": True}),
+    "aware-bf16-moments-1024-kept": case(512, 2, 4, **AWARE, **OFF, **{"optimizer.moment_dtype": "bf16"}),
+    "aware-offload-4096": case(2048, 2, 4, **AWARE, **AWAY),
+    "aware-offload-half-1024-kept": case(1024, 1, 2, **AWARE, **OFF, **HALF_AWAY),
     "bf16-grads-reference-2048": case(
-        2048, 1, 2, **{"optimizer.grad_dtype": "bf16", "algorithm.kl": "k3", "engine.logprob_chunk": 512}
+        2048, 1, 2, **REFERENCE, **{"optimizer.grad_dtype": "bf16", "engine.logprob_chunk": 512}
     ),
 }
+CPU_CASES = {  # fp32, in which there are no precision-aware optimizer and no bf16 buffers
+    "cpu-512": case(256, 2, 4),
+    "cpu-512-kept": case(256, 2, 4, **OFF),
+    "cpu-1024": case(1024, 1, 2),
+    "cpu-1024-kept": case(512, 2, 4, **OFF),
+    "cpu-offload-512": case(256, 2, 4, **AWAY),
+    "cpu-offload-half-512": case(512, 1, 2, **HALF_AWAY),
+    "cpu-offload-512-kept": case(256, 2, 4, **AWAY, **OFF),
+    "cpu-reference-512": case(256, 2, 4, **REFERENCE),
+    "cpu-reference-offload-256": case(256, 1, 2, **REFERENCE, **AWAY),
+    "cpu-1024-small-chunks": case(1024, 1, 2, **{"engine.attention_chunk": 64, "engine.logprob_chunk": 128}),
+    "cpu-512-same-layout": case(512, 1, 2, **{"checkpoint.optimizer_format": "same_layout"}),
+    "cpu-256-weights-alone": case(256, 1, 2, **{"checkpoint.contents": "[model,extra]"}),
+}
+DEFAULT_HEAP = "cpu-512-default-heap"  # the others on a CPU give freed blocks from 1 MiB on back to the system
+CPU_CASES[DEFAULT_HEAP] = CPU_CASES["cpu-512"]
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+CASES = GPU_CASES | CPU_CASES
 RUNS = {
     "dsv4-tiny": [],
     "dsv4-tiny one rank, kept activations": ["layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=1", "engine.recompute=off"],
@@ -84,8 +114,8 @@ def configuration(a: argparse.Namespace, keys: dict[str, Any], model: Path) -> A
     return load_config(None, [f"{k}={v}" for k, v in (fixed | keys).items()])
 
 
-def measure(a: argparse.Namespace, keys: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Peaks of each phase in bytes, in this process."""
+def measure(a: argparse.Namespace, keys: dict[str, Any], work: Path) -> Iterator[dict[str, Any]]:
+    """Peaks of each phase in bytes, in this process: what is known after each."""
     import numpy as np
 
     if a.device == "cpu":
@@ -113,7 +143,8 @@ def measure(a: argparse.Namespace, keys: dict[str, Any], work: Path) -> dict[str
     def loss(logprobs: Any, entropy: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return -(logprobs * fields["weight"]).sum(), {}
 
-    found = {"built": _now(a.device)}
+    parameters = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters())
+    found = {"built": _now(a.device), "parameters": parameters}
     work_of = {
         "log_prob": lambda: engine.log_probs(batches(0), temperature=1.0, entropy=True),
         "update": lambda: [engine.update(batches(step), loss, temperature=1.0) for step in range(3)],
@@ -130,9 +161,8 @@ def measure(a: argparse.Namespace, keys: dict[str, Any], work: Path) -> dict[str
             "gpu": before["gpu"] + peak.gpu,
             "seconds": time.perf_counter() - start,
         }
-    found["parameters"] = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters())
+        yield found
     engine.close()
-    return found
 
 
 def _now(device: str) -> dict[str, int]:
@@ -152,11 +182,12 @@ def predict(a: argparse.Namespace, keys: dict[str, Any], work: Path) -> dict[str
     config = configuration(a, keys, work / "model")
     stage = Plan.of(config, read_facts(config.model.path)).memory.stages[0]
     process = {"process": TRAINER_ON_GPU if a.device == "cuda" else TRAINER_ON_CPU}
-    others = ("contexts", "rollout weights", "kv cache")
+    others = ("contexts", "rollout weights", "kv cache", "rollout reload")
+    heap = () if HEAP.items() - os.environ.items() else ("kept by malloc",)
     return {
         phase: {
             "gpu": {k: v for k, v in stage.gpu[phase].items() if k not in others},
-            "host": process | dict(stage.host[phase]),
+            "host": process | {k: v for k, v in stage.host[phase].items() if k not in heap},
         }
         for phase in PHASES
     }
@@ -168,7 +199,7 @@ def compare(result: dict[str, Any]) -> None:
         place: {
             phase: sum(result["predicted"][phase][place].values()) / result["measured"][phase][place]
             for phase in PHASES
-            if result["measured"][phase][place]
+            if result["measured"].get(phase, {}).get(place)
         }
         for place in ("gpu", "host")
     }
@@ -180,36 +211,53 @@ def run_one(a: argparse.Namespace) -> None:
         (work / "model").mkdir()
         (work / "model" / "config.json").write_text(json.dumps(COMMON | SIZES[a.size]))
         keys = CASES[a.case]
-        result = {"keys": keys, "predicted": predict(a, keys, work), "measured": measure(a, keys, work)}
-        compare(result)
-        a.out.write_text(json.dumps(result))
+        result: dict[str, Any] = {"keys": keys, "predicted": predict(a, keys, work)}
+        for result["measured"] in measure(a, keys, work):
+            compare(result)
+            _write(a.out, result)
 
 
 def run_all(a: argparse.Namespace) -> None:
     """The cases, `--parallel` at a time; what is not done when the budget ends is left out."""
-    end, waiting, running = time.monotonic() + a.budget_s, list(a.cases or CASES), {}
+    own = GPU_CASES if a.device == "cuda" else CPU_CASES
+    end, waiting, running = time.monotonic() + a.budget_s, list(a.cases or own), {}
     result = {"command": " ".join(sys.argv), "hardware": _hardware(a.device), "versions": _versions(), "cases": {}}
     with tempfile.TemporaryDirectory() as directory:
         while waiting or running:
             while waiting and len(running) < a.parallel and time.monotonic() < end:
                 name = waiting.pop(0)
                 out = Path(directory) / f"{name}.json"
-                command = [sys.executable, __file__, "--case", name, "--out", str(out), "--device", a.device]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--case",
+                    name,
+                    "--out",
+                    str(out),
+                    "--device",
+                    a.device,
+                    "--size",
+                    a.size,
+                ]
                 log = (Path(directory) / f"{name}.log").open("w")
-                more = ["--size", a.size, "--dtype", a.dtype]
-                running[name] = subprocess.Popen([*command, *more], stdout=log, stderr=subprocess.STDOUT), out
+                env = os.environ | (HEAP if a.device == "cpu" and name != DEFAULT_HEAP else {})
+                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env), out
             for name, (process, out) in list(running.items()):
                 if process.poll() is None and time.monotonic() < end:
                     continue
+                cut = process.poll() is None
                 process.kill()
-                process.wait()
+                code = process.wait()
                 del running[name]
-                log_tail = out.with_suffix(".log").read_text()[-2000:]
-                result["cases"][name] = json.loads(out.read_text()) if out.exists() else {"failed": log_tail}
+                found = result["cases"][name] = json.loads(out.read_text()) if out.exists() else {}
+                if code:
+                    log_tail = out.with_suffix(".log").read_text()[-2000:]
+                    found["failed"] = "cut off: the budget was spent" if cut else f"exit code {code}: {log_tail}"
                 _write(a.out, result)
             if time.monotonic() >= end:
-                waiting.clear()
+                result["not started"], waiting = waiting or result.get("not started", []), []
             time.sleep(0.2)
+    _write(a.out, result)
     print(table(result))
 
 
@@ -250,14 +298,19 @@ def against(a: argparse.Namespace) -> None:
     """The planner against what benchmarks/optimizers.py measured: GPU peak and resident host bytes after updates, and both
     peaks of a load in the reshardable format; one sequence of 512 tokens a micro-batch, nothing recomputed."""
     source = json.loads(a.against.read_text())
-    result = {key: source[key] for key in ("command", "hardware", "versions")} | {"source": "benchmarks/optimizers.py"}
+    runs = source["runs"].values()
+    run = max(runs, key=lambda run: sum("resumes" in found for found in run.get("cases", {}).values()))
+    result = {key: source[key] for key in ("hardware", "versions")} | {
+        "source": str(a.against),
+        "command": run["command"],
+    }
     result["cases"] = {}
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         (work / "model").mkdir()
         (work / "model" / "config.json").write_text(json.dumps(COMMON | FULL))
         for name, keys in MODES.items():
-            found, said = source["curves"][name], predict(a, case(512, 1, 2, **OFF, **keys), work)
+            found, said = run["cases"][name], predict(a, case(512, 1, 2, **OFF, **keys), work)
             sums = {phase: {where: sum(items.values()) for where, items in said[phase].items()} for phase in said}
             trained = found["trained"]
             rows = {
@@ -281,11 +334,10 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{'case':<32}{'':<6}" + "".join(f"{phase:>24}" for phase in PHASES)]
     for name, case_result in result["cases"].items():
         if "failed" in case_result:
-            lines.append(f"{name:<32}failed: {case_result['failed'].strip().splitlines()[-1:]}")
-            continue
-        for place in ("gpu", "host"):
+            lines.append(f"{name:<32}{case_result['failed'].strip().splitlines()[-1][-120:]}")
+        for place in ("gpu", "host") if "measured" in case_result else ():
             cells = []
-            for phase in PHASES:
+            for phase in (phase for phase in PHASES if phase in case_result["measured"]):
                 measured = case_result["measured"][phase][place]
                 said = sum(case_result["predicted"][phase][place].values())
                 cells.append(f"{said / 1e9:8.3f}/{measured / 1e9:7.3f} {said / measured if measured else 0:6.3f}")
@@ -323,7 +375,6 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--size", default="full", choices=SIZES)
     parser.add_argument("--cases", nargs="*", choices=CASES, help="default: all")
     parser.add_argument("--parallel", type=int, default=3, help="cases at a time; each may take 30 GB of host memory")
@@ -333,6 +384,7 @@ def main() -> None:
     parser.add_argument("--runs", action="store_true", help="whole runs of dsv4-tiny on a CPU")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     a = parser.parse_args()
+    a.dtype = "bf16" if a.device == "cuda" else "fp32"
     against(a) if a.against else run_runs(a) if a.runs else run_one(a) if a.case else run_all(a)
 
 

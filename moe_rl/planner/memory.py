@@ -173,7 +173,7 @@ class Memory:
                 offloaded
             ):  # torch's load copies states, and megatron-core makes the masters again; pinned ones in blocks
                 resume["masters again"] = offloaded["masters"]
-                if not self.config.optimizer.precision_aware:
+                if self.on_gpu and not self.config.optimizer.precision_aware:  # moved to the GPU on the way
                     resume["states again"] = sum(offloaded.values()) - offloaded["gradient staging"]
         return save, resume
 
