@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_rl.config.figures import UNVERIFIED
 from moe_rl.config.layout import resolve_stages
 from moe_rl.errors import MoeRLError, UserError
-from moe_rl.models.family import get_family, read_config, read_facts
+from moe_rl.models.family import Model, directory, get_family, read_config, read_facts
 from moe_rl.models.headers import Stored, listed, recognise, scan_headers
 from moe_rl.models.weights import DTYPES, Entry, WeightTable
 from moe_rl.models.wire import SIZES, Wire, mismatches, scale_name
@@ -60,7 +61,7 @@ class LayoutAudit:
 
 @dataclass
 class Audit:
-    """What was found; `problems` is empty if all is accounted for."""
+    """What was found; `problems` is empty if all is accounted for. `unverified` figures of config.json have no sure source."""
 
     source: str
     form: str
@@ -68,6 +69,7 @@ class Audit:
     layouts: list[LayoutAudit] = field(default_factory=list)
     tensors: list[Listed] = field(default_factory=list)
     passed_over: int = 0
+    unverified: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self, *, with_tensors: bool) -> dict[str, Any]:
@@ -83,6 +85,8 @@ class Audit:
             f" + {_big(t.experts)} routed experts; {_big(t.active)} are active for one token",
             f"beside them {_big(t.tables)} in expert tables and correction biases; released size {_big(t.released_bytes)}B",
         ]
+        if self.unverified:
+            lines.append(f"not verified, and set by model.config.NAME=VALUE: {', '.join(self.unverified)}")
         if self.tensors:
             over = f", {self.passed_over} of them passed over (prediction layers)" if self.passed_over else ""
             lines.append(f"tensors on disk: {len(self.tensors)}{over}")
@@ -110,21 +114,22 @@ def _big(count: float) -> str:
 
 
 def audit(
-    path: Path, family: str = "auto", layouts: Sequence[Mapping[str, Any]] = (), *, digests: bool = False
+    model: Model, family: str = "auto", layouts: Sequence[Mapping[str, Any]] = (), *, digests: bool = False
 ) -> Audit:
-    """Audit the model in `path`: its weights, if it has any, and the given layouts (keys pp, ep, tp, etp, vpp, stages).
+    """Audit a model: its weights, if it has any, and the given layouts (keys pp, ep, tp, etp, vpp, stages).
 
     With `digests` every tensor is read: SHA-256 of each, and values that are not finite or name no expert are problems.
 
     Raises:
         UserError: there is no usable config.json, or a layout cannot be built at all.
     """
-    facts = read_facts(path, family)
+    facts, path, config = read_facts(model, family), directory(model), read_config(model)
     kind = get_family(facts.family)
-    arch = kind.read_arch(path)
+    arch = kind.read_arch(model)
     table = kind.weight_table(arch)
     form = recognise(path)
-    found = Audit(str(path), form, totals(table, facts.top_k, read_config(path)))
+    doubts = tuple(config.get(UNVERIFIED, ()))
+    found = Audit(str(path), form, totals(table, facts.top_k, config), unverified=doubts)
     try:
         if form == "safetensors":
             _audit_tensors(found, path, table, digests)

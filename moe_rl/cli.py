@@ -148,7 +148,7 @@ def launch(
         environment.pop("DIST_CKPT_PATH", None)  # the job makes it
     config = load_config(recipe, overrides or (), hw=hw, files=file or (), environment=environment)
     raise_all([*model_directory(config)])
-    facts = read_facts(config.model.path, config.model.family)
+    facts = read_facts(config.model, config.model.family)
     problems = check(config, facts, here=False)
     if not dry_run or layout_problems(config, facts):
         raise_all(problems)
@@ -252,15 +252,12 @@ def audit(
     """Account for every tensor of a checkpoint, and for every rank of a layout, without building one."""
     from moe_rl.audit import audit as run_audit
     from moe_rl.config.layout import parse_sizes
+    from moe_rl.planning import read_source
 
-    family, path = "auto", Path(source)
-    layouts = [parse_sizes(text) for text in layout or ()]
-    if not (path / "config.json").is_file():
-        config = load_config(source, overrides or (), hw=hw, files=file or ())
-        family, path = config.model.family, Path(config.model.path)
-        own = {name: getattr(config.layout, name) for name in ("pp", "ep", "tp", "etp", "vpp", "stages")}
-        layouts = layouts or [own | {"pin_hash_layers": config.layout.pin_hash_layers}]
-    found = run_audit(path, family, layouts or [{}], digests=digests)
+    config = read_source(source, overrides or (), hw, file or ())
+    own = {name: getattr(config.layout, name) for name in ("pp", "ep", "tp", "etp", "vpp", "stages", "pin_hash_layers")}
+    layouts = [parse_sizes(text) for text in layout or ()] or [own]
+    found = run_audit(config.model, config.model.family, layouts, digests=digests)
     print(
         json.dumps(found.as_dict(with_tensors=every), indent=1)
         if as_json
@@ -269,7 +266,7 @@ def audit(
     if found.problems:
         raise UserError(
             "audit.problems",
-            f"{path} is not accounted for:\n    " + "\n    ".join(found.problems),
+            f"{found.source} is not accounted for:\n    " + "\n    ".join(found.problems),
             "Each tensor of the source belongs to one place of the model, and each place is held once.",
             "Fetch what is named here again, or use the config.json that belongs to it.",
         )

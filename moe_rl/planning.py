@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import Config, ModelFacts, load_config
+from moe_rl.config import Config, load_config
 from moe_rl.config.plan_rules import plan_problems
+from moe_rl.config.problem import raise_all
+from moe_rl.config.rules import model_directory
 from moe_rl.errors import UserError
 from moe_rl.models.family import read_facts
 
@@ -37,7 +39,8 @@ def run(
     from moe_rl.planner.plan import Plan, describe_problem
     from moe_rl.planner.text import describe
 
-    config, facts = read(source, overrides, hw, files)
+    config = read_source(source, overrides, hw, files)
+    facts = read_facts(config.model, config.model.family)
     if measured is not None:
         config = with_rates(config, measured)
     found = [p.as_dict() if as_json else p.line() for p in finder.search(config, facts)] if search else None
@@ -78,15 +81,20 @@ def _found(found: Sequence[Any] | None) -> list[str]:
     return ["", "layouts that fit, the fastest step first:" if found else "no layout fits", *(f"  {f}" for f in found)]
 
 
-def read(source: str, overrides: Sequence[str], hw: str | None, files: Sequence[Path]) -> tuple[Config, ModelFacts]:
-    """The configuration, and the facts of its model. `source` is a recipe, or a config.json or the directory that has it."""
+def read_source(source: str, overrides: Sequence[str], hw: str | None, files: Sequence[Path]) -> Config:
+    """The configuration of a recipe, or the default one for a model: `source` is its config.json or its directory.
+
+    Raises:
+        UserError: a value is wrong, or the model's directory or figures are.
+    """
     path = Path(source)
     directory = path.parent if path.name == "config.json" else path
     if (directory / "config.json").is_file() and (path.is_dir() or path.name == "config.json"):
         config = load_config(None, [f"model.path={directory}", *overrides], hw=hw, files=files)
     else:
         config = load_config(source, overrides, hw=hw, files=files)
-    return config, read_facts(config.model.path, config.model.family)
+    raise_all([*model_directory(config)])
+    return config
 
 
 # --------------------------------------------------------------------------------------------------- after a run
@@ -119,7 +127,7 @@ def keep_comparison(directory: Path, config: Config) -> str:
     from moe_rl.planner.plan import Plan
 
     measured = json.loads(file.read_text())["phases"]
-    plan = Plan.of(config, read_facts(config.model.path, config.model.family))
+    plan = Plan.of(config, read_facts(config.model, config.model.family))
     planned = plan.phases_gib()
     rows = {}
     for phase, taken in measured.items():

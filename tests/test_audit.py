@@ -69,12 +69,33 @@ def test_the_recipes_say_what_is_not_verified(recipe: str, capsys):
     assert config.world == {"dsv4-flash": 64, "dsv4-pro": 512}[recipe] and config.layout.pin_hash_layers
     text = json.loads((Path(config.model.path) / "config.json").read_text())
     assert set(text["_unverified"]) < set(text) and text["_sources"]
-    facts = read_facts(config.model.path)
+    facts = read_facts(config.model)
     assert facts.hash_layers == (0, 1, 2) and facts.weight_files == 0
     # what is left to say of it without GPUs, data and the release itself
     assert run(["train", recipe, "--dry-run"]) == 2
     said = capsys.readouterr().err
     assert "[data.train]" in said and "[model.tokenizer]" in said and "[layout" not in said
+
+
+def test_figures_are_overridden_by_keys(released: Path, capsys):
+    """What is not verified can be set, wherever a model is planned, accounted for or built."""
+    keys = ["model.config.o_groups=32", "model.config.rope_scaling.factor=32", "model.config.swiglu_limit=7"]
+    config = load_config("dsv4-pro", keys)
+    arch = get_family("deepseek_v4").read_arch(config.model)
+    assert (arch.o_groups, arch.compress_rope.factor, arch.swiglu_limit) == (32, 32, 7)
+    totals = []
+    for figures in ([], keys):
+        assert run(["plan", "dsv4-pro", *figures, "--json"]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["model"]["params_total"])
+    # 16 more groups: so many more columns of wo_b in each layer; wo_a has as many values as before
+    assert totals[1] - totals[0] == 61 * 7168 * 16 * 1024
+    found = audit(load_config("dsv4-flash", ["model.config.num_hidden_layers=40"]).model)
+    assert "compress_ratios" in found.unverified and "num_hidden_layers" not in found.unverified
+    assert not found.problems and found.totals.parameters == pytest.approx(284.3e9 * 40 / 43, rel=0.01)
+    assert run(["audit", str(released), "model.config.q_lora_rank=8"]) == 2
+    assert "wq_a.weight is" in capsys.readouterr().err
+    config = load_config("dsv4-pro", ["model.config.index_topk=3", "model.config.index_topk=4"])
+    assert config.origin("model.config.index_topk") == "command line" and config.model.config == {"index_topk": 4}
 
 
 @pytest.mark.parametrize("form", ["released", "bf16", "dist"])

@@ -22,13 +22,14 @@ from moe_rl.planner.memory import ray_default_store
 from moe_rl.planner.plan import Plan
 from moe_rl.planner.search import changed, levers, longest_response, search
 from moe_rl.planner.stages import balance
-from moe_rl.planning import keep_comparison, read, run, with_rates
+from moe_rl.planning import keep_comparison, read_source, run, with_rates
 
 GIB, GB = 2**30, 10**9
 
 
 def planned(*overrides: str, hw: str | None = None) -> Plan:
-    config, facts = read("dsv4-pro", overrides, hw, ())
+    config = read_source("dsv4-pro", overrides, hw, ())
+    facts = read_facts(config.model)
     return Plan.of(config, facts, plan_problems(config, facts))
 
 

@@ -195,6 +195,13 @@ CASES = [
     Case("config.json with text for a size", "model.config", edit=rewrite_json("model/config.json", hidden_size="32")),
     Case("config.json with a factor of zero", "model.config", edit=rewrite_json("model/config.json", rope_theta=0)),
     Case("a Qwen with a sliding window", "model.config", edit=as_qwen("qwen2", use_sliding_window=True)),
+    Case(
+        "a figure that config.json does not have",
+        "model.config",
+        "model.config.o_grops=4",
+        says="nearest: model.config.o_groups",
+    ),
+    Case("a figure of another type", "model.config", "model.config.o_groups=many"),
     Case("an end token that is none", "model.special_ids", edit=rewrite_json("model/config.json", eos_token_id=9999)),
     Case("generation_config.json not JSON", "model.config", edit=write("model/generation_config.json", "{")),
     Case("a model type of no known family", "model.family", edit=rewrite_json("model/config.json", model_type="gpt2")),

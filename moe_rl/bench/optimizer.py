@@ -179,7 +179,7 @@ def _plan(
     base = load()
     steps = min(base.trainer.steps, max_step or base.trainer.steps)
     ranks = base.layout.tp * base.layout.pp
-    facts = None if any(model_directory(base)) else read_facts(base.model.path, base.model.family)
+    facts = None if any(model_directory(base)) else read_facts(base.model, base.model.family)
     overrides: dict[str, list[str]] = {}
     problems: dict[str, dict[tuple[str, str], Problem]] = {}
     for name, case in CASES.items():

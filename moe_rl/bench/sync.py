@@ -52,7 +52,7 @@ def benchmark(
     if small:
         raise UserError("bench.size", ", ".join(small), "There is nothing to measure.", "Use at least 1.")
     config = load_config(recipe, overrides, hw=hw, files=files)
-    facts = read_facts(config.model.path, config.model.family)
+    facts = read_facts(config.model, config.model.family)
     if facts.family != "deepseek_v4":
         what = f"the recipe's model is of family {facts.family}"
         raise UserError("bench.family", what, "Its releases are not quantised.", "Use a DeepSeek-V4 recipe.")
@@ -60,7 +60,7 @@ def benchmark(
     result: dict[str, Any] = {**machine(), "recipe": recipe, "overrides": list(overrides), **changes}
     result |= {"columns": COLUMNS, "rows": []}
     with tempfile.TemporaryDirectory(prefix="bench-sync-") as directory:
-        cut = read_config(config.model.path) | {k: v for k, v in changes.items() if v is not None}
+        cut = read_config(config.model) | {k: v for k, v in changes.items() if v is not None}
         (Path(directory) / "config.json").write_text(json.dumps(cut))
         from moe_rl.trainer.sync_speed import measure
 

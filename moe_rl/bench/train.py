@@ -49,7 +49,7 @@ def benchmark(
     one = [*ONE_PROCESS, "cluster.nodes=1", "cluster.gpus_per_node=1", *overrides]
     config = load_config(recipe, one, hw=hw, files=files)
     config.engine.max_tokens_per_micro_batch = max(length, config.engine.max_tokens_per_micro_batch)
-    facts = read_facts(config.model.path, config.model.family)
+    facts = read_facts(config.model, config.model.family)
     raise_all(scoring_problems(config, facts))
     about = {"recipe": recipe, "overrides": list(overrides), "layers": layers, "experts": experts, "length": length}
     about |= machine()
@@ -60,9 +60,9 @@ def benchmark(
 
     with tempfile.TemporaryDirectory(prefix="bench-train-") as directory:
         changes = {"num_hidden_layers": layers, "n_routed_experts": experts}
-        cut = read_config(config.model.path) | {k: v for k, v in changes.items() if v is not None}
+        cut = read_config(config.model) | {k: v for k, v in changes.items() if v is not None}
         (Path(directory) / "config.json").write_text(json.dumps(cut))
-        config.model.path = directory
+        config.model.path, config.model.config = directory, {}
         read_facts(directory, config.model.family)
         from moe_rl.trainer.speed import measure
 

@@ -30,7 +30,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 ASSETS = PACKAGE / "assets"
 DEFAULT_PROFILE = "cpu"
 PATCH_SWITCH = "MOE_PATCHES_DISABLE"
-FREE_FORM = "reward.args"  # a mapping whose keys belong to the verifier, not to the schema
+FREE_FORM = ("reward.args", "model.config")  # mappings whose keys are the verifier's or the model's, not the schema's
 PATH_KEYS = ("model.path", "data.train", "data.validation")
 _HEADER = "# moe_rl configuration: recipe {recipe}, profile {profile}"
 _HEADER_PATTERN = re.compile(r"# moe_rl configuration: recipe (.*), profile (.*)")  # matched at the first line
@@ -275,11 +275,16 @@ def _flatten(mapping: yaml.MappingNode, prefix: str, path: Path) -> Iterator[tup
                 "config.duplicate", f"{path}:{key_node.start_mark.line + 1} gives {name} a second time", fix="Keep one."
             )
         seen.add(name)
-        inside = name in known_sections or name == FREE_FORM or name.startswith(f"{FREE_FORM}.")
+        inside = name in known_sections or name in FREE_FORM or _is_free(name)
         if isinstance(node, yaml.MappingNode) and node.value and inside:
             yield from _flatten(node, f"{name}.", path)
         else:
             yield name, node
+
+
+def _is_free(name: str) -> bool:
+    """Whether a key is one of a free mapping's."""
+    return name.startswith(tuple(f"{mapping}." for mapping in FREE_FORM))
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[Entry]:
@@ -337,17 +342,14 @@ def _build(entries: Sequence[Entry]) -> Config:
 def _set(tree: DictConfig, entry: Entry) -> Problem | None:
     """Put one value into the tree; a Problem if its key or its type is wrong."""
     info = keys().get(entry.key)
-    free = entry.key.startswith(f"{FREE_FORM}.")
-    if info is None and not free:
+    if info is None and not _is_free(entry.key):
         return _unknown(entry)
     value = entry.value
     if entry.key in PATH_KEYS and isinstance(value, str):
         value = resolve_path(value, entry.base)
     try:
-        if value == {} and entry.key == FREE_FORM:
-            tree.reward.args = {}
-        else:
-            OmegaConf.update(tree, entry.key, _escape(value), merge=True)
+        cleared = value == {} and entry.key in FREE_FORM
+        OmegaConf.update(tree, entry.key, _escape(value), merge=not cleared)
     except (OmegaConfBaseException, ValueError, TypeError):
         expected = (
             f"{info.type}, {info.allowed()}" if info and info.allowed() else info.type if info else "a plain value"

@@ -12,12 +12,15 @@ from pathlib import Path
 
 from . import host
 from .facts import ModelFacts
+from .figures import overridden
 from .kernels import kernel_problems
 from .layout_rules import layout_problems
 from .load import value_problems
 from .optimizer_rules import optimizer_modes
 from .problem import Problem, problem_of, raise_all
 from .schema import Config
+
+_FIGURE = "Name a figure of that file, and give a value of its type."
 
 
 def check(
@@ -70,7 +73,7 @@ def preflight(
 
 
 def model_directory(config: Config) -> Iterator[Problem]:
-    """model.path: is given, is a directory, and holds a config.json that is a JSON object."""
+    """model.path: is given, is a directory, and holds a config.json that is a JSON object and has what model.config sets."""
     path = Path(config.model.path)
     file = path / "config.json"
     why = "It holds the starting model: config.json, *.safetensors and the tokenizer."
@@ -88,7 +91,9 @@ def model_directory(config: Config) -> Iterator[Problem]:
         )
     else:
         try:
-            if isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            if isinstance(found := json.loads(file.read_text(encoding="utf-8")), dict):
+                for name, what in overridden(found, config.model.config)[1]:
+                    yield problem_of(config, "model.config", name, what, f"It replaces a figure of {file}.", _FIGURE)
                 return
             why = "It is JSON, but not an object."
         except (ValueError, OSError) as error:

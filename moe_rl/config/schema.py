@@ -48,6 +48,9 @@ class ModelConfig:
         "", "Directory of the starting model: config.json, safetensors and tokenizer. `pkg:NAME` is a shipped one."
     )
     family: str = key("auto", "Model family; `auto` reads model_type from the model's config.json.")
+    config: dict[str, Any] = key(
+        {}, "Figures in place of those in the model's config.json, by name, as in model.config.o_groups=16."
+    )
 
 
 @dataclass

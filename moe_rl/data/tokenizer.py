@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from moe_rl.config.figures import overridden
 from moe_rl.data import chat
 from moe_rl.errors import UserError
 
@@ -53,7 +54,12 @@ class ChatTokenizer(Tokenizer):
         return self._backend.encode(text, add_special_tokens=False).ids
 
 
-def load_tokenizer(path: str | Path, chat_template: str = "none", enable_thinking: bool = True) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path,
+    chat_template: str = "none",
+    enable_thinking: bool = True,
+    figures: Mapping[str, Any] | None = None,
+) -> Tokenizer:
     """The tokenizer of a model directory: `tokenizer.json`, and the special tokens of `tokenizer_config.json`.
 
     A special token that is named nowhere is looked up by the id in `config.json`. `chat_template=auto` takes the
@@ -62,6 +68,7 @@ def load_tokenizer(path: str | Path, chat_template: str = "none", enable_thinkin
     Args:
         chat_template: `data.chat_template`; other than `none` it gives a `ChatTokenizer`.
         enable_thinking: `data.enable_thinking`.
+        figures: `model.config`, in place of those of `config.json`.
 
     Raises:
         UserError: `tokenizer.json` is missing or damaged, a special token is not in its vocabulary, or the chat
@@ -70,7 +77,8 @@ def load_tokenizer(path: str | Path, chat_template: str = "none", enable_thinkin
     root = Path(path)
     backend = _backend(root)
     settings = _json(root / "tokenizer_config.json")
-    special = _special_tokens(backend, settings, _json(root / "config.json"))
+    config, _ = overridden(_json(root / "config.json"), figures or {})
+    special = _special_tokens(backend, settings, config)
     absent = {name: text for name, text in special.items() if text is not None and backend.token_to_id(text) is None}
     if absent:
         raise UserError(

@@ -44,7 +44,7 @@ class Engine:
 
         self.config, self.parallel, self.family = config, parallel, family
         self.patches = apply_patches(config.patches.disable)
-        self.arch = family.read_arch(config.model.path)
+        self.arch = family.read_arch(config.model)
         self.steps = 0
         self.saver = Saver()
         self.transformer_config = build.make_transformer_config(family, self.arch, config, parallel)
@@ -86,7 +86,7 @@ class Engine:
         Raises:
             UserError: the model directory, the layout or the device is wrong.
         """
-        facts = read_facts(config.model.path, config.model.family)
+        facts = read_facts(config.model, config.model.family)
         if facts.weight_files == 0 and not random_init:
             raise UserError(
                 "model.weights",
@@ -193,7 +193,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------- weights
     def _round(self) -> None:
         """Let forward passes, the reference's too, run on weights rounded as `engine.fake_quant` says."""
-        wire = Wire.released(read_config(self.config.model.path))
+        wire = Wire.released(read_config(self.config.model))
         self.rounding = fake_quant.kinds(self.family.weight_table(self.arch), wire, self.config.engine.fake_quant)
         self._scale = wire.scale
         for chunks, reference in ((self.chunks, False), (self.reference, True)):

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config.facts import ModelFacts
+from moe_rl.config.figures import overridden
+from moe_rl.config.schema import ModelConfig
 from moe_rl.errors import UserError
 from moe_rl.models.wire import PLAIN, Wire
+
+Model = str | Path | ModelConfig  # a model directory, or a run's `model`, which may override figures of its config.json
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class Family(ABC):
     tp_reason: str
 
     @abstractmethod
-    def read_arch(self, path: str | Path) -> Any:
-        """The architecture in `path`/config.json (UserError where it is missing or wrong)."""
+    def read_arch(self, model: Model) -> Any:
+        """The architecture in the model's config.json (UserError where it is missing or wrong)."""
 
     def facts(self, arch: Any) -> dict[str, Any]:
         """The fields of `ModelFacts` that the architecture gives."""
@@ -61,32 +65,33 @@ class Family(ABC):
         return import_module(f"moe_rl.models.{self.name}.{name}")
 
     @abstractmethod
-    def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
-        """transformers' model for `path`/config.json with arbitrary weights of that torch dtype, to sample from."""
+    def transformers_model(self, model: Model, dtype: Any, device: str) -> Any:
+        """transformers' model for the model's config.json with arbitrary weights of that torch dtype, to sample from."""
 
     def export_config(self, config: dict[str, Any], arch: Any) -> dict[str, Any]:
         """A parsed config.json in the spelling that vLLM reads, and transformers too."""
         return config
 
-    def check_weights(self, path: str | Path) -> None:
-        """Check the weight files in `path` against its config.json by their headers (UserError lists what is wrong).
+    def check_weights(self, model: Model) -> None:
+        """Check the weight files of a model against its config.json by their headers (UserError lists what is wrong).
 
         Of a dist-checkpoint it is checked that its files are there; the ranks that load it check their content.
         """
         from moe_rl.models.headers import check_dist_files, recognise
         from moe_rl.models.load import check_released
 
+        path = directory(model)
         if recognise(path) == "dist":
             check_dist_files(path)
         else:
-            check_released(path, self.weight_table(self.read_arch(path)))
+            check_released(path, self.weight_table(self.read_arch(model)))
 
 
 class _DeepseekV4(Family):
-    def read_arch(self, path: str | Path) -> Any:
+    def read_arch(self, model: Model) -> Any:
         from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
 
-        return DeepseekV4Arch.from_dict(read_config(path))
+        return DeepseekV4Arch.from_dict(read_config(model))
 
     def own_facts(self, arch: Any) -> dict[str, Any]:
         return {"hash_layers": arch.hash_layers}
@@ -109,17 +114,17 @@ class _DeepseekV4(Family):
 
         return released_spelling(config, arch)
 
-    def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
+    def transformers_model(self, model: Model, dtype: Any, device: str) -> Any:
         from moe_rl.models.deepseek_v4.transformers_model import build_transformers_model
 
-        return build_transformers_model(read_config(path), self.read_arch(path), dtype=dtype, device=device)
+        return build_transformers_model(read_config(model), self.read_arch(model), dtype=dtype, device=device)
 
 
 class _Qwen(Family):
-    def read_arch(self, path: str | Path) -> Any:
+    def read_arch(self, model: Model) -> Any:
         from moe_rl.models.qwen.arch import QwenArch
 
-        return QwenArch.from_dict(read_config(path))
+        return QwenArch.from_dict(read_config(model))
 
     def own_facts(self, arch: Any) -> dict[str, Any]:
         return {
@@ -137,10 +142,10 @@ class _Qwen(Family):
         layers = layer_widths(arch, work(tensors, arch.num_layers))
         return {"tensors": tensors, "layers": layers, "boundary": arch.hidden_size, "tied": arch.tied}
 
-    def transformers_model(self, path: str | Path, dtype: Any, device: str) -> Any:
+    def transformers_model(self, model: Model, dtype: Any, device: str) -> Any:
         from moe_rl.models.qwen.transformers_model import build_transformers_model
 
-        return build_transformers_model(read_config(path), dtype=dtype, device=device)
+        return build_transformers_model(read_config(model), dtype=dtype, device=device)
 
 
 FAMILIES = {
@@ -167,12 +172,18 @@ def get_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a model directory.
+def directory(model: Model) -> Path:
+    """Where a model's files lie."""
+    return Path(model.path if isinstance(model, ModelConfig) else model)
+
+
+def read_config(model: Model) -> dict[str, Any]:
+    """The parsed config.json of a model, with the figures that its run gives instead.
 
     Raises:
-        UserError: the directory or the file is missing, or the file is not a JSON object.
+        UserError: the directory or the file is missing, the file is not a JSON object, or has no such figure.
     """
+    path = model.path if isinstance(model, ModelConfig) else model
     file = Path(path) / "config.json"
     if not str(path) or not file.is_file():
         raise UserError(
@@ -186,16 +197,20 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(
             "model.config", f"{file} is not a JSON object", f"it holds a {type(config).__name__}", "copy it again"
         )
+    config, wrong = overridden(config, model.config if isinstance(model, ModelConfig) else {})
+    if wrong:
+        raise UserError("model.config", "; ".join(what for _, what in wrong), f"it replaces a figure of {file}")
     return config
 
 
-def special_ids(path: str | Path, vocab_size: int) -> tuple[tuple[int, ...], int]:
+def special_ids(model: Model, vocab_size: int) -> tuple[tuple[int, ...], int]:
     """End-of-sequence ids (generation_config.json before config.json) and the id fed to rows that have ended.
 
     Raises:
         UserError: one of them is no token id of the model, or generation_config.json cannot be read.
     """
-    config, file = read_config(path), Path(path) / "generation_config.json"
+    config, path = read_config(model), directory(model)
+    file = path / "generation_config.json"
     try:
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     except (ValueError, AttributeError) as error:
@@ -213,13 +228,13 @@ def special_ids(path: str | Path, vocab_size: int) -> tuple[tuple[int, ...], int
     return tuple(ids), pad if pad is not None else ids[0] if ids else 0
 
 
-def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
-    """What preflight needs to know of the model in `path`, from config.json, tokenizer.json and the file names alone.
+def read_facts(model: Model, family: str = "auto") -> ModelFacts:
+    """What preflight needs to know of a model, from config.json, tokenizer.json and the file names alone.
 
     Raises:
         UserError: no config.json, sizes missing, or a model type of no known family.
     """
-    config = read_config(path)
+    config, path = read_config(model), directory(model)
     if family == "auto":
         kind = config.get("model_type")
         family = next((f.name for f in FAMILIES.values() if kind in f.model_types), "")
@@ -229,16 +244,16 @@ def read_facts(path: str | Path, family: str = "auto") -> ModelFacts:
                 "model.family", f"model_type {kind!r} in {path}", f"known model types: {known}", "use one of them"
             )
     chosen = get_family(family)
-    arch = chosen.read_arch(path)
+    arch = chosen.read_arch(model)
     table = chosen.weight_table(arch)
     wire = Wire.released(config) if any(row.quant for row in table.rows) else PLAIN
     return ModelFacts(
         family=chosen.name,
         path=str(path),
-        tokenizer_vocab=_tokenizer_vocab(Path(path)),
+        tokenizer_vocab=_tokenizer_vocab(path),
         supports_tp=chosen.supports_tp,
         tp_reason=chosen.tp_reason,
-        weight_files=sum(len(list(Path(path).glob(kind))) for kind in ("*.safetensors", "*.distcp")),
+        weight_files=sum(len(list(path.glob(kind))) for kind in ("*.safetensors", "*.distcp")),
         num_parameters=sum(spec.numel for spec in table.expected().values()),
         experts_format=wire.experts,
         linears_format=wire.linears,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from moe_rl.config.host import resolve_device
 from moe_rl.config.schema import Config
 from moe_rl.errors import RunFailed
-from moe_rl.models.family import get_family, read_facts, special_ids
+from moe_rl.models.family import Model, get_family, read_facts, special_ids
 from moe_rl.models.weights import torch_dtype, whole_parts
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.receive import Receiver
@@ -38,7 +37,7 @@ class TransformersEngine:
 
     def __init__(
         self,
-        path: str | Path,
+        model: Model,
         *,
         batch_size: int = 256,
         dtype: str = "fp32",
@@ -47,10 +46,10 @@ class TransformersEngine:
         timeout_s: float | None = None,
         routes: bool = False,
     ) -> None:
-        """Build the model that `path`/config.json describes.
+        """Build the model that its config.json describes.
 
         Args:
-            path: model directory; its weight files are not read.
+            model: a model directory, or a run's `model`; its weight files are not read.
             batch_size: most completions decoded at a time.
             dtype: "fp32" or "bf16".
             device: torch device.
@@ -59,16 +58,16 @@ class TransformersEngine:
             routes: completions carry the experts that their tokens took.
         """
         torch.set_num_threads(threads)
-        facts = read_facts(path)
+        facts = read_facts(model)
         family = get_family(facts.family)
-        self._model = family.transformers_model(path, torch_dtype(dtype), device)
-        views = family.weight_table(family.read_arch(path)).transformers_views(self._model)
+        self._model = family.transformers_model(model, torch_dtype(dtype), device)
+        views = family.weight_table(family.read_arch(model)).transformers_views(self._model)
         for view in views.values():
             view.fill_(torch.nan if view.is_floating_point() else -1)
         self._receiver = Receiver(whole_parts(views))
         self._device, self._batch_size, self._timeout_s = device, batch_size, timeout_s
         self._vocab_size, self._max_positions = facts.vocab_size, facts.max_positions
-        self.eos_ids, self._pad_id = special_ids(path, facts.vocab_size)
+        self.eos_ids, self._pad_id = special_ids(model, facts.vocab_size)
         # `generate` fills what its configuration leaves open from the model's own, made from config.json
         self._model.generation_config.eos_token_id = list(self.eos_ids) or None
         self._routes = _Routes(self._model, facts.num_layers, facts.num_experts) if routes else None
@@ -77,7 +76,7 @@ class TransformersEngine:
     def from_config(cls, config: Config) -> TransformersEngine:
         """The engine that a run's configuration asks for."""
         return cls(
-            config.model.path,
+            config.model,
             batch_size=config.rollout.batch_size,
             dtype=config.engine.dtype,
             device=resolve_device(config.engine.device),

@@ -28,7 +28,7 @@ import torch
 from moe_rl.config.host import resolve_device
 from moe_rl.config.schema import Config
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.family import get_family, read_config, read_facts, special_ids
+from moe_rl.models.family import Model, get_family, read_config, read_facts, special_ids
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.receive import Receiver, place, placed_parts
 from moe_rl.reshard.transport import Packet
@@ -63,7 +63,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        path: str | Path,
+        source: Model,
         *,
         max_tokens: int,
         tp: int = 1,
@@ -78,10 +78,10 @@ class VllmEngine:
         routed_experts: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start vLLM on the model that `path`/config.json describes.
+        """Start vLLM on the model that its config.json describes.
 
         Args:
-            path: model directory; its weight files are not read.
+            source: a model directory, or a run's `model`; its weight files are not read.
             max_tokens: longest sequence, prompt and completion.
             tp, dp, ep: ranks of the replica; `ep` is 1 or tp * dp.
             dtype: "fp32" or "bf16", of what the checkpoint does not quantise.
@@ -98,15 +98,15 @@ class VllmEngine:
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        self._facts, self._max_tokens = read_facts(path), max_tokens
-        self.eos_ids, _ = special_ids(path, self._facts.vocab_size)
+        self._facts, self._max_tokens = read_facts(source), max_tokens
+        self.eos_ids, _ = special_ids(source, self._facts.vocab_size)
         self._timeout_s, self._hang_s, self._restarts_left = timeout_s, hang_s, max_restarts
         self._scratch = tempfile.TemporaryDirectory(prefix="moe_rl_vllm_")
         model, self._answers = Path(self._scratch.name, "model"), Path(self._scratch.name, "answers")
         model.mkdir()
         self._answers.mkdir()
         family = get_family(self._facts.family)
-        config = family.export_config(read_config(path), family.read_arch(path))
+        config = family.export_config(read_config(source), family.read_arch(source))
         config.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]])
         (model / "config.json").write_text(json.dumps(config))
         self._arguments = {
@@ -142,13 +142,13 @@ class VllmEngine:
         rollout, device = config.rollout, resolve_device(config.engine.device)
         options: dict[str, Any] = {}
         if device == "cuda":
-            options = dict(kernel_options(config, read_facts(config.model.path, config.model.family)))
+            options = dict(kernel_options(config, read_facts(config.model, config.model.family)))
             options |= {"gpu_memory_utilization": rollout.gpu_memory_utilization}
             options |= {"kv_cache_dtype": rollout.kv_cache_dtype}
             if rollout.max_num_batched_tokens:
                 options["max_num_batched_tokens"] = rollout.max_num_batched_tokens
         return cls(
-            config.model.path,
+            config.model,
             max_tokens=config.data.max_prompt + rollout.max_response,
             tp=rollout.tp,
             dp=rollout.dp,

@@ -20,6 +20,7 @@ from moe_rl.config import Config
 from moe_rl.data import Cursor
 from moe_rl.durable import write_atomic
 from moe_rl.errors import EXIT_DONE, EXIT_SEGMENT, MoeRLError, UserError
+from moe_rl.models.family import read_config
 from moe_rl.models.load import TOKENIZER_FILES, copy_files
 from moe_rl.observe.metrics import MetricsWriter
 from moe_rl.observe.progress import Progress
@@ -252,7 +253,8 @@ class GRPOTrainer:
         def write(directory: Path) -> None:
             trainer.save(directory, self.state.contents)
             # with these a checkpoint is a model directory: model.path of another run, or the source of a conversion
-            copy_files(("config.json", *TOKENIZER_FILES), self.config.model.path, directory)
+            copy_files(TOKENIZER_FILES, self.config.model.path, directory)
+            (directory / "config.json").write_text(json.dumps(read_config(self.config.model), indent=2) + "\n")
 
         saves.save(self.state, write)
 

@@ -49,13 +49,14 @@ def read_inputs(
     own_data = dataset is not None
     if any(model_directory(config)):  # the model's facts can be read only where model.path is right
         preflight(config, run_dir=run_dir, own_data=own_data)
-    facts = read_facts(config.model.path, config.model.family)
+    facts = read_facts(config.model, config.model.family)
     preflight(config, facts, run_dir=run_dir, own_data=own_data)
     family = get_family(facts.family)
-    family.check_weights(config.model.path)
-    ends, _ = special_ids(config.model.path, facts.vocab_size)
+    family.check_weights(config.model)
+    ends, _ = special_ids(config.model, facts.vocab_size)
     describe_verifier(reward or config.reward.name, config.reward.args, config.rollout.max_response)
-    tokenizer = load_tokenizer(config.model.path, config.data.chat_template, config.data.enable_thinking)
+    chat = (config.data.chat_template, config.data.enable_thinking)
+    tokenizer = load_tokenizer(config.model.path, *chat, config.model.config)
     records = load(config.data.train if dataset is None else dataset, config.data, tokenizer, "data.train")
     _check_end(config, tokenizer, ends)
     check_batch(records, config.data.prompts_per_step)
@@ -64,7 +65,7 @@ def read_inputs(
         validation = config.data.validation
     held_out = load(validation, config.data, tokenizer, "data.validation") if validation else []
     check_overlap(records, held_out)
-    return Inputs(facts, family.read_arch(config.model.path), tokenizer, records, held_out)
+    return Inputs(facts, family.read_arch(config.model), tokenizer, records, held_out)
 
 
 def _check_end(config: Config, tokenizer: Tokenizer, ends: tuple[int, ...]) -> None:

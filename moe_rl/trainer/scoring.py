@@ -41,14 +41,14 @@ def score(config: Config, source: str | Path, tokens: str | Path, out: str | Pat
         RunFailed: a rank failed, or the checkpoint is damaged.
     """
     raise_all(scoring_problems(config, None))
-    facts = read_facts(config.model.path, config.model.family)
+    facts = read_facts(config.model, config.model.family)
     raise_all(scoring_problems(config, facts))
     checkpoint = None if Path(source).resolve() == Path(config.model.path).resolve() else checkpoint_of(Path(source))
     if checkpoint:
         read_state(checkpoint)
         verify(checkpoint)
     else:
-        get_family(facts.family).check_weights(config.model.path)
+        get_family(facts.family).check_weights(config.model)
     sequences = read_tokens(Path(tokens), facts.vocab_size, facts.max_positions)
     out = _writable(Path(out).absolute())
 

@@ -37,7 +37,7 @@ def measure(
     length of `by_length`. `trace` gets one update's profile (Chrome format, which Perfetto opens); `save` gets what is found so
     far. Weights are drawn on the device: their values do not matter here.
     """
-    facts = read_facts(config.model.path, config.model.family)
+    facts = read_facts(config.model, config.model.family)
     with tempfile.TemporaryDirectory() as directory:
         parallel = init_distributed(config, facts, 0, 1, f"file://{directory}/store")
     engine = Engine(config, parallel, get_family(facts.family), train=True, reference=False)
