@@ -196,7 +196,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics that a resume must not change: all but times, memory, saves and the attempt."""
     kinds = ("time/", "memory/", "checkpoint/")
-    names = ("attempt", "sync/seconds", "sync/gbps", "tokens/per_second")
+    names = ("attempt", "rollout/restarts", "sync/seconds", "sync/gbps", "tokens/per_second")
     return [{k: v for k, v in row.items() if not k.startswith(kinds) and k not in names} for row in metrics(run_dir)]
 
 

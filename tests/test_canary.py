@@ -99,6 +99,15 @@ def test_equal_weights_pass_and_a_replica_that_computes_otherwise_is_named(engin
     bad._receiver._parts["norm.weight"][0].view.fill_(math.nan)
     with pytest.raises(RunFailed, match="canary_pearson_prob of rollout_1 is nan"):
         canary(trainer, rollout_0=good, rollout_1=bad).check()
+    both = canary(
+        trainer,
+        rollout_0=SimpleNamespace(
+            score=lambda rows: [*good.score(rows[:1]), *bad.score(rows[1:2]), *good.score(rows[2:])]
+        ),
+    )
+    both.config.rollout.dp = 3
+    with pytest.raises(RunFailed, match="pearson_prob of rollout_0, data-parallel rank 1, is nan"):
+        both.check()
     # the refit's comparison names the same
     rows = {"rollout_0": torch.from_numpy(np.concatenate(before))[None]}
     first = State(digests, {"rollout_0": digests}, rows)
@@ -162,9 +171,13 @@ def test_the_loss_is_given_the_corrected_weights():
     assert [row.tolist() for row in fields["mask"]] == [[0.0, 1.0, 1.0]] * 2
 
 
+VLLM = ["qwen3-moe-tiny", "rollout.engine=vllm", "layout.tp=1", "layout.ep=1", "cluster.gpus_per_node=1"]
+
+
 @pytest.mark.slow
-def test_doctor_refits_a_recipe(capfd):
-    assert run(["doctor", "--refit", "dsv4-tiny", "--json", "rollout.replicas=2"]) == 0
+@pytest.mark.parametrize("replicas, recipe", [(2, ["dsv4-tiny", "rollout.replicas=2"]), (1, VLLM)])
+def test_doctor_refits_a_recipe(replicas, recipe, capfd):
+    assert run(["doctor", "--refit", "--json", *recipe]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found["replicas"] == 2 and found["moved"] == found["noise"] == 0.0 and found["tensors"] > 50
+    assert found["replicas"] == replicas and found["moved"] == found["noise"] == 0.0 and found["tensors"] > 50
     assert [c["sync/canary_pearson_prob"] for c in found["canary"]] == pytest.approx([1.0] * 3, abs=1e-6)

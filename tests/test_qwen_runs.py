@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -61,10 +65,29 @@ def test_transformers_loads_the_shipped_model_and_it_answers(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, engine", [("qwen2-tiny", "transformers"), ("qwen3-moe-tiny", "vllm")])
 def test_grpo_improves_the_reward(name, engine, tmp_path):
-    config = load_config(name, ["trainer.steps=20", "observe.tensorboard=false", f"rollout.engine={engine}"])
+    """With vLLM also: the trainer replays its experts, and its death in the middle of a rollout loses nothing."""
+    vllm = engine == "vllm"
+    keys = ["rollout.engine=vllm", "rollout.router_replay=R3"] if vllm else []
+    config = load_config(name, ["trainer.steps=20", "observe.tensorboard=false", *keys])
+    if vllm:
+        threading.Thread(target=_kill_vllm, args=(tmp_path / "run",), daemon=True).start()
     assert GRPOTrainer(config, run_dir=tmp_path / "run").fit() == 0
     metrics = read(tmp_path / "run" / "metrics.jsonl")
     accuracy = [line["eval/accuracy"] for line in metrics if "eval/accuracy" in line]
     print(name, accuracy)
     assert accuracy[-1] > accuracy[0] + 0.25
     assert all(line["mismatch/pearson_prob"] > 0.999999 for line in metrics)
+    assert [line.get("replay/coverage") for line in metrics] == [1.0 if vllm else None] * 20
+    assert metrics[-1].get("rollout/restarts") == (1 if vllm else None)
+    assert all(line["response/aborted_ratio"] == 0.0 for line in metrics)
+
+
+def _kill_vllm(run_dir):
+    """SIGKILL for vLLM's own processes, below the rollout's, in the third step."""
+    while not (run_dir / "metrics.jsonl").exists() or len(read(run_dir / "metrics.jsonl")) < 2:
+        time.sleep(0.01)
+    worker = int(re.findall(r"process (\d+) on", (run_dir / "logs" / "rollout_0.log").read_text())[0])
+    time.sleep(0.1)
+    for process in psutil.Process(worker).children(recursive=True):
+        if "resource_tracker" not in " ".join(process.cmdline()):
+            process.kill()

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from moe_rl import cli
 from moe_rl.trainer.state import RunDirectory
 from tests.run_process import Run, comparable, damage, latest, metrics, samples, seeded
 from tests.wrong_during_run import check_documented
@@ -46,6 +48,7 @@ ARGUMENTS = [
     "optimizer.warmup_steps=3",
     "observe.samples_per_step=32",
 ]
+TWO_RANKS = ["layout.pp=2", "layout.ep=1", "cluster.gpus_per_node=2"]
 ONE_RANK = ["layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=1"]
 WITHIN_S = 60.0  # a dead worker ends the run in this time
 GONE_S = 5.0  # and nothing of the run is left after this one
@@ -58,7 +61,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The verifier is a file of the user's, so that rewards have worker processes."""
     judge = tmp_path_factory.mktemp("judge") / "judge.py"
     judge.write_text(JUDGE)
-    return [*ARGUMENTS, f"reward.name={judge}:score"]
+    return [*ARGUMENTS, *TWO_RANKS, f"reward.name={judge}:score"]
 
 
 @pytest.fixture(scope="module")
@@ -169,42 +172,43 @@ def moment(run: Run, name: str, first: int = 3, last: int = 8, most: float = 1.0
 
 
 # ------------------------------------------------------------------------------------------------------ kills and stops
-@pytest.mark.parametrize("how", [[], ["checkpoint.async_save=true"]], ids=["at once", "beside the training"])
-def test_driver_killed_in_a_step_and_in_a_save(
-    start: Start, tmp_path: Path, uninterrupted: Path, how: list[str]
-) -> None:
+def test_driver_killed_in_a_step_and_in_saves(start: Start, tmp_path: Path, uninterrupted: Path) -> None:
+    """Saves in the step, and beside the training; each attempt goes on from what the one before left."""
     run_dir = tmp_path / "run"
-    run = start(run_dir, *how)
-    moment(run, "driver")
+    run = start(run_dir)
+    moment(run, "driver", last=5)  # steps enough are left for two more attempts
     run.process.kill()
     assert run.wait() == -signal.SIGKILL
     print(f"driver killed: all gone after {run.seconds_until_gone(GONE_S):.2f} s")
     assert not any(name.startswith("moe_rl") for name in run.temporary_files()) and run.shared_memory() == set()
 
-    run, draw, before = start(run_dir, *how), seeded("save"), latest(run_dir)
-    run.wait_for(run.running, "its workers")
-    run.wait_for(lambda: list((run_dir / "checkpoints").glob(".writing_*")), "a save")
-    time.sleep(draw.uniform(0.0, 0.5))
-    run.process.kill()
-    run.wait()
-    run.seconds_until_gone(GONE_S)
-    unfinished = list((run_dir / "checkpoints").glob(".writing_*"))
-    print(f"killed in a save, which leaves {sorted(p.name for p in (run_dir / 'checkpoints').iterdir())}")
-    assert damage(latest(run_dir)) == []
-    assert latest(run_dir) == before or not unfinished
+    for how in ([], ["checkpoint.async_save=true"]):
+        run, draw, before = start(run_dir, *how), seeded("save"), latest(run_dir)
+        run.wait_for(run.running, "its workers")
+        run.wait_for(lambda: list((run_dir / "checkpoints").glob(".writing_*")), "a save")
+        time.sleep(draw.uniform(0.0, 0.5))
+        run.process.kill()
+        run.wait()
+        run.seconds_until_gone(GONE_S)
+        unfinished = list((run_dir / "checkpoints").glob(".writing_*"))
+        print(f"killed in a save, which leaves {sorted(p.name for p in (run_dir / 'checkpoints').iterdir())}")
+        assert damage(latest(run_dir)) == []
+        assert latest(run_dir) == before or not unfinished
+        assert f"resuming from {before}" in run.stdout()
 
-    run = start(run_dir, *how)
+    before = latest(run_dir)
+    run = start(run_dir)
     assert run.wait() == 0, run.stderr()
-    assert f"resuming from {before}" in run.stdout() or not unfinished
+    assert f"resuming from {before}" in run.stdout()
     check_nothing_left(run)
-    check_same(run_dir, uninterrupted, attempts=3)
+    check_same(run_dir, uninterrupted, attempts=4)
 
 
 def test_trainer_killed_and_then_asked_to_stop(start: Start, tmp_path: Path, uninterrupted: Path) -> None:
     run_dir = tmp_path / "run"
     run = start(run_dir)
     moment(run, "trainer")
-    victim = f"trainer_{seeded('which trainer').randrange(4)}"
+    victim = f"trainer_{seeded('which trainer').randrange(2)}"
     os.kill(run.worker(victim), signal.SIGKILL)
     check_death(run, victim)
 
@@ -224,12 +228,25 @@ def test_trainer_killed_and_then_asked_to_stop(start: Start, tmp_path: Path, uni
     check_same(run_dir, uninterrupted, attempts=3)
 
 
-def test_rollout_killed_and_then_interrupted(start: Start, tmp_path: Path, uninterrupted: Path) -> None:
+def rollout_process(run: Run) -> int:
+    """The process that is rollout_0 now: the last that its log tells of."""
+    return int(re.findall(r"process (\d+) on", (run.run_dir / "logs" / "rollout_0.log").read_text())[-1])
+
+
+def test_rollouts_killed_and_hung_are_replaced_and_then_interrupted(
+    start: Start, tmp_path: Path, uninterrupted: Path
+) -> None:
+    """Two losses change nothing of what is sampled and trained; the third is one more than may be."""
     run_dir = tmp_path / "run"
-    run = start(run_dir)
-    moment(run, "rollout")
-    os.kill(run.worker("rollout_0"), signal.SIGKILL)
+    run = start(run_dir, "rollout.timeout_s=20")
+    for restarts, (number, step) in enumerate(((signal.SIGKILL, 2), (signal.SIGSTOP, 4)), 1):
+        moment(run, "rollout", step, step)
+        os.kill(rollout_process(run), number)
+        run.wait_for(lambda step=step: run.step() > step, "a step with another process")
+        assert metrics(run_dir)[-1]["rollout/restarts"] == restarts
+    os.kill(rollout_process(run), signal.SIGKILL)
     check_death(run, "rollout_0")
+    assert "It had been started again 2 times, as rollout.max_restarts allows." in run.stderr()
 
     run = start(run_dir)
     run.wait_for(run.running, "its workers")
@@ -351,15 +368,14 @@ def test_a_flipped_bit_in_a_shard_is_found_and_an_older_checkpoint_resumed(
 
 # ----------------------------------------------------------------------------------------- refused before any process
 class Refusal:
-    """The command run to its end where it must end before any worker starts."""
+    """The command, in this process, where it must end before any worker starts."""
 
     def __init__(self, arguments: list[str], run_dir: Path, *more: str, resume: str = "auto") -> None:
-        command = [sys.executable, "-m", "moe_rl.cli", "train", *arguments, *more]
-        ended = subprocess.run(
-            [*command, "--run-dir", str(run_dir), "--resume", resume], capture_output=True, text=True, timeout=120
-        )
-        self.run_dir, self.code, self.text = run_dir, ended.returncode, ended.stderr
-        assert "starting the workers" not in ended.stdout
+        out, err = StringIO(), StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            self.code = cli.run(["train", *arguments, *more, "--run-dir", str(run_dir), "--resume", resume])
+        self.run_dir, self.text = run_dir, err.getvalue()
+        assert "starting the workers" not in out.getvalue()
 
     def stderr(self) -> str:
         return self.text
@@ -414,7 +430,7 @@ REFUSALS: dict[str, tuple[str, int, Callable[[Path], Any], Callable[[Path], list
         "checkpoint.damaged", 3, lambda run: truncate(latest(run)), lambda w: [], lambda run: "auto",
     ),
     "a shard is missing": (
-        "checkpoint.damaged", 3, lambda run: (latest(run) / "__2_0.distcp").unlink(), lambda w: [], lambda run: "auto",
+        "checkpoint.damaged", 3, lambda run: (latest(run) / "__0_0.distcp").unlink(), lambda w: [], lambda run: "auto",
     ),
     "the latest checkpoint is missing": (
         "checkpoint.missing", 3, lambda run: shutil.rmtree(latest(run)), lambda w: [], lambda run: "auto",

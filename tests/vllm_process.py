@@ -5,7 +5,6 @@ python -m tests.vllm_process MODEL TOKENS OUT      (files as `moe-rl score` read
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -53,23 +52,6 @@ class Faulty(vllm_worker.WeightExtension):
             vllm_cpu.forget_layout = lambda model: 0
         elif cover == "layer":
             vllm_worker._by_layer = lambda *arguments: list(self.whole[1](*arguments))[1:]
-
-    def digests(self, out: str) -> None:
-        """Write {parameter or buffer: SHA-256 of its bytes} of the live model."""
-        tensors = self.model_runner.get_model().state_dict(keep_vars=True).items()
-        found = {n: hashlib.sha256(_bytes(t)).hexdigest() for n, t in tensors if hasattr(t, "data")}
-        self._answer(out, found)
-
-
-def _bytes(tensor: Any) -> bytes:
-    import torch
-
-    return tensor.data.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
-
-
-def live_digests(engine: Any) -> dict[str, str]:
-    """Of an `EngineProcess`'s engine with this module's extension."""
-    return engine._run(engine._ask("digests"))[0]
 
 
 class EngineProcess:

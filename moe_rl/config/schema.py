@@ -184,7 +184,7 @@ class RolloutConfig:
     top_p: float = key(1.0, "Nucleus sampling; only 1 (off) is accepted in training.", above=0, high=1)
     top_k: int = key(0, "Top-k sampling; only 0 (off) is accepted in training.", low=0)
     batch_size: int = key(256, "Sequences a replica decodes at once.", unit="sequences", low=1)
-    timeout_s: float = key(600.0, "A rollout of one step that takes longer ends the run.", unit="s", above=0)
+    timeout_s: float = key(600.0, "A replica that takes longer over its part of a step is given up.", unit="s", above=0)
     moe_backend: str = key(
         "auto",
         "vLLM's kernel for quantised experts; `auto` is vLLM's choice, as it always is for unquantised ones.",
@@ -201,9 +201,14 @@ class RolloutConfig:
         0.5, "Share of a GPU that vLLM's weights, activations and KV cache take together.", above=0, high=1
     )
     max_num_batched_tokens: int = key(0, "Tokens that vLLM computes at once; 0 is vLLM's choice.", unit="tokens", low=0)
+    enforce_eager: bool = key(
+        False, "vLLM without CUDA graphs and compilation: it starts minutes sooner and decodes slower."
+    )
     hang_s: float = key(300.0, "A vLLM engine that answers nothing for so long is given up.", unit="s", above=0)
     max_restarts: int = key(
-        2, "Times that a replica starts its vLLM again after it died or hung; requests are asked anew.", low=0
+        2,
+        "Times that a replica is started again after it or its vLLM died or hung; its requests are asked anew.",
+        low=0,
     )
 
 

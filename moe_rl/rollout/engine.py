@@ -15,6 +15,8 @@ from moe_rl.reshard.plan import Held
 if TYPE_CHECKING:
     from moe_rl.reshard.transport import Packet
 
+ENGINE_LOST = "rollout.engine_lost"  # the rule of a RunFailed after which a new process may do what was asked
+
 
 @dataclass(frozen=True)
 class Request:
@@ -69,7 +71,8 @@ class RolloutEngine(Protocol):
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """float32 [L-1] for each sequence of L >= 2 token ids: natural log-probs at temperature 1 of its tokens, the first
-        omitted, by the forward pass that generation uses; RunFailed without proven weights."""
+        omitted, by the forward pass that generation uses, the data-parallel ranks in turn; RunFailed without proven
+        weights."""
 
     def digests(self) -> dict[str, int]:
         """Name -> share of the digest of what is held of that tensor, computed from the live weights."""

@@ -2,7 +2,7 @@
 provides.
 
 This process keeps the weights of the last update in a file in memory, in checkpoint layout: the books of an update are
-kept there (`Receiver`), vLLM's workers load from it, and an engine that died gets them again.
+kept there (`Receiver`), and vLLM's workers load from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_rl.models.family import Model, get_family, read_config, read_facts, spe
 from moe_rl.reshard.plan import Held
 from moe_rl.reshard.receive import Receiver, place, placed_parts
 from moe_rl.reshard.transport import Packet
-from moe_rl.rollout.engine import Completion, Request, check_requests, no_weights
+from moe_rl.rollout.engine import ENGINE_LOST, Completion, Request, check_requests, no_weights
 from moe_rl.rollout.vllm_args import kernel_options, replica_nodes
 
 _DEADLINE = 0.9  # of rollout.timeout_s: completions cut short come back before the caller gives the worker up
@@ -45,10 +45,6 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-
-
-class _EngineLost(Exception):
-    """vLLM's processes died or answer no more."""
 
 
 class VllmEngine:
@@ -74,7 +70,6 @@ class VllmEngine:
         batch_size: int = 256,
         timeout_s: float | None = None,
         hang_s: float = 300.0,
-        max_restarts: int = 0,
         routed_experts: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -89,7 +84,6 @@ class VllmEngine:
             batch_size: most sequences decoded at a time by a data-parallel rank.
             timeout_s: seconds that one call of `generate` may take; what is unfinished then is "aborted".
             hang_s: an engine that answers nothing for so long is given up.
-            max_restarts: times that an engine that died or hangs is started again.
             routed_experts: record the experts of every token (`Completion.routed_experts`).
             options: further fields of vLLM's AsyncEngineArgs.
 
@@ -98,9 +92,9 @@ class VllmEngine:
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        self._facts, self._max_tokens = read_facts(source), max_tokens
+        self._facts, self._max_tokens, self._dp = read_facts(source), max_tokens, dp
         self.eos_ids, _ = special_ids(source, self._facts.vocab_size)
-        self._timeout_s, self._hang_s, self._restarts_left = timeout_s, hang_s, max_restarts
+        self._timeout_s, self._hang_s = timeout_s, hang_s
         self._scratch = tempfile.TemporaryDirectory(prefix="moe_rl_vllm_")
         model, self._answers = Path(self._scratch.name, "model"), Path(self._scratch.name, "answers")
         model.mkdir()
@@ -129,7 +123,7 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._in_flight, self._updating, self._count = 0, False, 0
-        self._turn, self._asking, self._restarting = asyncio.Condition(), asyncio.Lock(), asyncio.Lock()
+        self._turn, self._asking = asyncio.Condition(), asyncio.Lock()
         self._llm: Any = None
         self._processes: list[psutil.Process] = []
         held = self._run(self._start())
@@ -144,7 +138,7 @@ class VllmEngine:
         if device == "cuda":
             options = dict(kernel_options(config, read_facts(config.model, config.model.family)))
             options |= {"gpu_memory_utilization": rollout.gpu_memory_utilization}
-            options |= {"kv_cache_dtype": rollout.kv_cache_dtype}
+            options |= {"kv_cache_dtype": rollout.kv_cache_dtype, "enforce_eager": rollout.enforce_eager}
             if rollout.max_num_batched_tokens:
                 options["max_num_batched_tokens"] = rollout.max_num_batched_tokens
         return cls(
@@ -158,7 +152,6 @@ class VllmEngine:
             batch_size=rollout.batch_size,
             timeout_s=_DEADLINE * rollout.timeout_s,
             hang_s=rollout.hang_s,
-            max_restarts=rollout.max_restarts,
             routed_experts=rollout.router_replay == "R3",
             options=options,
         )
@@ -190,11 +183,7 @@ class VllmEngine:
             for packet in packets:
                 self._receiver.stage(packet)
             self._receiver.finish(version, names)
-            engine = self._llm
-            try:
-                await self._load(version)
-            except _EngineLost as fault:
-                await self._restart(fault, engine, version)
+            await self._load(version)
         finally:
             async with self._turn:
                 self._updating = False
@@ -217,22 +206,24 @@ class VllmEngine:
 
     # -------------------------------------------------------------------------------------------------------- requests
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion for each request, in their order; after a restart those that were not done are asked again.
+        """One completion for each request, in their order.
 
         Raises:
-            RunFailed: no weights are in place, or the engine died or hung more often than `max_restarts`.
+            RunFailed: no weights are in place; or vLLM's processes died or hang (`ENGINE_LOST`).
             UserError: a prompt is empty, too long or has tokens outside the vocabulary.
         """
         check_requests(requests, self._facts.vocab_size, self._max_tokens)
         return self._run(self._generate(requests))
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs of given tokens; see `RolloutEngine`."""
+        """Log-probs of given tokens; see `RolloutEngine`. Data-parallel rank i % dp scores sequence i."""
         return self._run(self._score(sequences))
 
     def digests(self) -> dict[str, int]:
-        """Digests of the weights as the workers were given them: the live ones are in the kernels' layout."""
-        return self._receiver.digests()
+        """Digests of the weights as the workers were given them, and of every live parameter and buffer of each rank, in
+        the kernels' layout, under vLLM's names."""
+        live = enumerate(self._run(self._ask("weights_digest")))
+        return self._receiver.digests() | {f"rank {r}: {name}": d for r, found in live for name, d in found.items()}
 
     @asynccontextmanager
     async def _flight(self) -> AsyncIterator[int]:
@@ -253,14 +244,7 @@ class VllmEngine:
         async with self._flight() as version:
             deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
             running = [_Running(request) for request in requests]
-            while left := [r for r in running if not r.reason]:
-                engine = self._llm
-                try:
-                    await self._sample(left, deadline)
-                except _EngineLost as fault:
-                    await self._restart(fault, engine, version)
-                    for r in left:
-                        r.forget()
+            await self._sample(running, deadline)
             if self._records:
                 await self._fetch_routing(running)
             return [r.completion(version, self._facts.num_experts) for r in running]
@@ -270,19 +254,23 @@ class VllmEngine:
 
         asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
-        async def one(tokens: list[int]) -> np.ndarray:
+        async def one(tokens: list[int], rank: int | None) -> np.ndarray:
             self._count += 1
-            async for output in self._llm.generate({"prompt_token_ids": tokens}, asked, f"{self._count}"):
+            prompt, name = {"prompt_token_ids": tokens}, f"{self._count}"
+            async for output in self._llm.generate(prompt, asked, name, data_parallel_rank=rank):
                 rows = output.prompt_logprobs
             return np.array([row[t].logprob for t, row in zip(tokens[1:], rows[1:], strict=True)], np.float32)
 
+        ranks = [i % self._dp if self._dp > 1 else None for i in range(len(sequences))]
         async with self._flight():
-            return list(await asyncio.gather(*(one(row.tolist()) for row in sequences)))
+            work = asyncio.gather(*(one(s.tolist(), r) for s, r in zip(sequences, ranks, strict=True)))
+            try:
+                return list(await asyncio.wait_for(work, self._hang_s))
+            except TimeoutError:
+                raise self._lost(f"scored nothing in {self._hang_s:.0f} s") from None
 
     async def _sample(self, running: Sequence[_Running], deadline: float | None) -> None:
         """Sample until all are done or time is up, asking after the engine's life meanwhile."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         tasks = [asyncio.ensure_future(self._one(r)) for r in running]
         try:
             waiting: set[asyncio.Future] = set(tasks)
@@ -295,8 +283,6 @@ class VllmEngine:
                     break
                 if waiting:
                     await self._ask("alive")
-        except EngineDeadError as fault:
-            raise _EngineLost("died") from fault
         finally:
             for task in tasks:
                 task.cancel()  # vLLM drops the request of a generator that is closed
@@ -355,24 +341,16 @@ class VllmEngine:
             held.update(worker)
         return held
 
-    async def _restart(self, fault: _EngineLost, lost: Any, version: int) -> None:
-        """A new engine with the staged weights instead of `lost`, if one more is allowed."""
-        async with self._restarting:
-            if self._llm is not lost:
-                return  # another call did it
-            self._receiver.version = -1
-            self._stop()
-            if self._restarts_left == 0:
-                raise RunFailed(
-                    "rollout.engine_lost",
-                    f"vLLM's engine {fault}",
-                    "It was killed, crashed or hangs; out of memory is the common cause.",
-                    "See the rollout's log; rollout.max_restarts allows to start it again.",
-                )
-            self._restarts_left -= 1
-            print(f"vLLM's engine {fault}; started again, {self._restarts_left} more times at most", flush=True)
-            await self._start()
-            await self._load(version)
+    def _lost(self, how: str) -> RunFailed:
+        """What to raise once vLLM's processes died or answer no more; they are ended."""
+        self._receiver.version = -1
+        self._stop()
+        return RunFailed(
+            ENGINE_LOST,
+            f"vLLM's engine {how}",
+            "It was killed, crashed or hangs; out of memory is the common cause.",
+            "See the rollout's log; rollout.max_restarts allows to start it again.",
+        )
 
     def _stop(self) -> None:
         for process in self._processes:
@@ -394,9 +372,7 @@ class VllmEngine:
         self._scratch.cleanup()
 
     async def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What every worker answers; _EngineLost if one does not."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
+        """What every worker answers."""
         from moe_rl.rollout.vllm_worker import read_answers
 
         out = () if method == "alive" else (str(self._answers),)
@@ -405,13 +381,19 @@ class VllmEngine:
             try:
                 await asyncio.wait_for(call, self._hang_s)
             except TimeoutError:
-                raise _EngineLost(f"gave no answer to {method} in {self._hang_s:.0f} s") from None
-            except EngineDeadError as fault:
-                raise _EngineLost("died") from fault
+                raise self._lost(f"gave no answer to {method} in {self._hang_s:.0f} s") from None
             return read_answers(str(self._answers))
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        async def watched() -> Any:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            try:
+                return await work
+            except EngineDeadError as fault:
+                raise self._lost("died") from fault
+
+        return asyncio.run_coroutine_threadsafe(watched(), self._loop).result()
 
 
 class _Running:
@@ -419,9 +401,6 @@ class _Running:
 
     def __init__(self, request: Request) -> None:
         self.request, self.name = request, ""
-        self.forget()
-
-    def forget(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.routed: np.ndarray | None = None

@@ -7,6 +7,7 @@ Answers travel as files, since of several data-parallel ranks vLLM returns the f
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import pickle
 import re
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_rl.models.digest import digest_all
 from moe_rl.models.family import get_family, read_config, read_facts
 from moe_rl.models.weights import WeightTable
 from moe_rl.models.wire import BLOCKS, PLAIN, Stored, Wire
@@ -104,6 +106,12 @@ class WeightExtension:
         """Write, and forget, the experts of these requests: {id: int16 [tokens fed, layers, experts per token]}."""
         assert self._routing is not None
         self._answer(out, {i: rows for i in ids if (rows := self._routing.take(i)) is not None})
+
+    def weights_digest(self, out: str) -> None:
+        """Write the digest of every live parameter and buffer, in the kernels' layout: {vLLM's name: 64-bit sum}."""
+        model = self.model_runner.get_model()
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        self._answer(out, digest_all({name: tensor.data for name, tensor in named}))
 
     def alive(self) -> None:
         """Answer."""

@@ -39,14 +39,12 @@ class Canary:
     def __init__(self, config: Config, records: Sequence[Record], trainer: Any, rollout: Any) -> None:
         """`trainer` and `rollout` are the groups of :mod:`moe_rl.trainer.placement`."""
         self.config, self.trainer, self.rollout = config, trainer, rollout
-        longest = (
-            config.data.max_prompt + config.rollout.max_response - 1
-        )  # vLLM samples one token behind what it scores
+        # vLLM samples one token behind what it scores
+        longest = config.data.max_prompt + config.rollout.max_response - 1
         length = max(2, min(LENGTH, longest, config.engine.max_tokens_per_micro_batch))
         count = config.trainer.canary_sequences
-        count = (
-            max(count, config.rollout.dp) if count else 0
-        )  # each data-parallel rank of a replica scores one at least
+        if count:  # each data-parallel rank of a replica scores one at least
+            count = max(count, config.rollout.dp)
         self.sequences = canary_sequences(records, count, length)
 
     def log_probs(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -58,7 +56,8 @@ class Canary:
         return torch.from_numpy(mine), {name: torch.from_numpy(np.concatenate(r)) for name, r in theirs.items()}
 
     def check(self) -> dict[str, float]:
-        """The metrics ``sync/canary_*``, of each the worst replica's; {} where trainer.canary_sequences is 0.
+        """The metrics ``sync/canary_*``, of each the worst rollout's: of every data-parallel rank of every replica, which
+        score in turn; {} where trainer.canary_sequences is 0.
 
         Raises:
             RunFailed: one of them passes its gate; the replica is named.
@@ -66,7 +65,12 @@ class Canary:
         if not self.sequences:
             return {}
         mine, theirs = self.log_probs()
-        found = {name: mismatch(mine, scores) for name, scores in theirs.items()}
+        dp, count = self.config.rollout.dp, len(self.sequences)
+        found = {}
+        for name, scores in theirs.items():
+            for rank in range(dp):
+                rows = (side.view(count, -1)[rank::dp].flatten() for side in (mine, scores))
+                found[f"{name}, data-parallel rank {rank}," if dp > 1 else name] = mismatch(*rows)
         metrics = {}
         for key, (gate, above) in GATES.items():
             values = {name: values[f"mismatch/{key}"] for name, values in found.items()}

@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 from ray.util import list_named_actors
 
 from moe_rl.errors import MoeRLError, RunFailed
+from moe_rl.rollout.engine import ENGINE_LOST
 
 POLL_S = 1.0
 # When one rank dies its peers fail too, over the closed connection and often first: wait this long for the death itself
@@ -20,6 +21,19 @@ GRACE_S = 5.0
 REGISTER_S = 1.0  # a death is in Ray's register well before this
 TAIL_LINES = 15
 _COLOUR = re.compile(r"\x1b\[\d+m")
+
+
+class WorkersLost(RunFailed):
+    """`workers` died, answer no more, or lost the engine below them: another process may take their place."""
+
+    workers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, workers: Iterable[str], rule: str, what: str, why: str, fix: str, *, log_tail: str) -> WorkersLost:
+        """The other arguments are RunFailed's."""
+        lost = cls(rule, what, why, fix, log_tail)
+        lost.workers = tuple(workers)
+        return lost
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
@@ -33,16 +47,17 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 def collect(calls: Mapping[str, Any], logs: Mapping[str, Path], *, timeout_s: float, doing: str) -> dict[str, Any]:
     """The results of all `calls` (worker name -> object reference), or the one fault that explains the failure.
 
-    Every worker of the run is watched, those without a call too, and a dead one is named before the others that failed
+    Every worker in `logs` is watched, those without a call too, and a dead one is named before the others that failed
     because of it.
 
     Args:
-        logs: the log of each worker of the run, by the name of its actor.
+        logs: the log of each worker that is watched, by the name of its actor.
         doing: what the calls do, to be read after "while".
 
     Raises:
         UserError: a worker refused its input.
-        RunFailed: a worker died, raised, or gave no answer in `timeout_s` seconds; with its name and log tail.
+        WorkersLost: workers died, gave no answer in `timeout_s` seconds or lost their engine; with their names and a log tail.
+        RunFailed: a worker raised.
     """
     names = {reference: name for name, reference in calls.items()}
     waiting, results = list(names), {}
@@ -83,12 +98,13 @@ def _cause(error: Exception) -> Exception:
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
-def _died(dead: list[str], faults: Mapping[str, Exception], logs: Mapping[str, Path], doing: str) -> RunFailed:
+def _died(dead: list[str], faults: Mapping[str, Exception], logs: Mapping[str, Path], doing: str) -> WorkersLost:
     why = "Its process was killed or crashed; out of memory is the common cause."
     text = str(faults.get(dead[0], ""))
     if "creation task" in text:  # it never came to life: no log tells why
         why = text.strip().splitlines()[-1]
-    return RunFailed(
+    return WorkersLost.of(
+        dead,
         "worker.died",
         f"{' and '.join(dead)} died while {doing}",
         why,
@@ -100,9 +116,16 @@ def _died(dead: list[str], faults: Mapping[str, Exception], logs: Mapping[str, P
 def _raised(faults: Mapping[str, Exception], logs: Mapping[str, Path], doing: str) -> MoeRLError:
     """The message of one fault, ours before others; another's traceback goes to its worker's log."""
     causes = {name: _cause(error) for name, error in faults.items()}
-    for cause in causes.values():
-        if isinstance(cause, MoeRLError):
+    lost = {
+        name: cause for name, cause in causes.items() if isinstance(cause, MoeRLError) and cause.rule == ENGINE_LOST
+    }
+    for name, cause in causes.items():
+        if isinstance(cause, MoeRLError) and name not in lost:
             return cause
+    for name, cause in lost.items():
+        return WorkersLost.of(
+            lost, cause.rule, f"{name}: {cause.what} while {doing}", cause.why, cause.fix, log_tail=tail(logs[name])
+        )
     name, cause = next(iter(causes.items()))
     try:
         with logs[name].open("a") as log:  # Ray hands an exception to the driver and does not print it
@@ -118,8 +141,9 @@ def _raised(faults: Mapping[str, Exception], logs: Mapping[str, Path], doing: st
     )
 
 
-def _silent(silent: list[str], logs: Mapping[str, Path], timeout_s: float, doing: str) -> RunFailed:
-    return RunFailed(
+def _silent(silent: list[str], logs: Mapping[str, Path], timeout_s: float, doing: str) -> WorkersLost:
+    return WorkersLost.of(
+        silent,
         "worker.silent",
         f"no answer from {', '.join(silent)} in {timeout_s:.0f} s while {doing}",
         "A collective hangs or the work is larger than the limit allows.",

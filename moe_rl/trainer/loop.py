@@ -287,10 +287,12 @@ class Loop:
     def costs(self, samples: Sequence[Sample], moved: int, seconds: float) -> dict[str, Any]:
         """What the step took: seconds by phase, bytes, memory."""
         memory = self.trainer.peak_memory_gib() | self.rollout.peak_memory_gib()
+        restarts = sum(self.rollout.restarts.values())
         self.state.wall_s += seconds
         sync = self.times["sync"]
         return {
             "attempt": self.state.attempt,
+            **({"rollout/restarts": restarts} if restarts else {}),
             "sync/bytes": moved,
             "sync/seconds": sync,
             "sync/gbps": moved * 8 / sync / 1e9,

@@ -21,11 +21,12 @@ from moe_rl.errors import RunFailed, UserError
 from moe_rl.grpo.batching import micro_batches
 from moe_rl.launch.node import EXCHANGE, NODES, meet, raise_failed
 from moe_rl.reshard.plan import in_bundles, plan_shares, shares
-from moe_rl.trainer.faults import collect
+from moe_rl.trainer.faults import WorkersLost, collect, missing
 from moe_rl.trainer.session import Session, signals_held
 from moe_rl.trainer.worker import OptimizerStep, RolloutWorker, Rows, Sequences, TrainerWorker
 
 START_S = 600.0
+NEED_WEIGHTS = ("generate", "score", "digests")  # what only a replica with weights can be asked
 # One math thread each: two dozen threads on a few cores slow each other down, and results would depend on the count
 CPU_ENVIRONMENT = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 
@@ -37,6 +38,7 @@ class Cluster:
         self.config, self.logs = config, logs
         self.on_gpu = resolve_device(config.engine.device) == "cuda"
         self.workers: dict[str, Any] = {}
+        self.slots: dict[str, tuple[type, int]] = {}  # what each worker is, and where
         self.places: dict[str, str] = {}  # the node of each worker
         self.group: Any = None
         self.session: Session | None = None
@@ -158,16 +160,37 @@ class Cluster:
             )
             .remote(str(log))
         )
-        self.workers[name], self.places[name] = actor, self.node_of(slot)
+        self.workers[name], self.slots[name], self.places[name] = actor, (kind, slot), self.node_of(slot)
         return actor
+
+    def replace(self, name: str, why: str) -> None:
+        """End a worker, whatever state it is in, and start another one in its slot; its log says why."""
+        with (self.logs / f"{name}.log").open("a") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} started again: {why}\n")
+        ray.kill(self.workers[name])
+        deadline = time.monotonic() + START_S
+        while not missing([name]):  # a name is free once its process has ended
+            if time.monotonic() > deadline:
+                raise RunFailed("worker.stays", f"{name} could not be ended in {START_S:.0f} s", why)
+            time.sleep(0.05)
+        kind, slot = self.slots[name]
+        self.start(kind, name, slot)
+
+    def ask(self, name: str, method: str, *arguments: Any) -> Any:
+        """Have a worker do something; the reference of what it will return."""
+        return getattr(self.workers[name], method).remote(*arguments)
+
+    def wait(self, calls: Mapping[str, Any], timeout_s: float, doing: str) -> dict:
+        """Results of what these workers were asked, by name. They and the trainer's ranks, without which nothing goes on,
+        are watched; see `collect`."""
+        watched = [n for n, (kind, _) in self.slots.items() if n in calls or kind is TrainerWorker]
+        return collect(calls, {n: self.logs / f"{n}.log" for n in watched}, timeout_s=timeout_s, doing=doing)
 
     def call(
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple], timeout_s: float, doing: str
     ) -> dict:
-        """`method` on each of the named workers at once; results by name. A fault anywhere ends the run."""
-        calls = {name: getattr(self.workers[name], method).remote(*arguments(name)) for name in names}
-        logs = {name: self.logs / f"{name}.log" for name in self.workers}
-        return collect(calls, logs, timeout_s=timeout_s, doing=doing)
+        """`method` on each of the named workers at once; results by name."""
+        return self.wait({n: self.ask(n, method, *arguments(n)) for n in names}, timeout_s, doing)
 
 
 def living_nodes() -> dict[str, str]:
@@ -308,7 +331,8 @@ class TrainerGroup:
 
 
 class RolloutGroup:
-    """All rollout replicas as one."""
+    """All rollout replicas as one. One that is lost, once it has had weights, is started again and asked again, at most
+    `rollout.max_restarts` times each."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.config = cluster, cluster.config
@@ -317,23 +341,71 @@ class RolloutGroup:
         for i, name in enumerate(self.names):
             cluster.start(RolloutWorker, name, world + i)
         self.seconds: dict[str, float] = {}
+        self.restarts = dict.fromkeys(self.names, 0)
+        self.empty: set[str] = set()  # replicas that were started again and have no weights yet
+        self.refill: Callable[[Sequence[str]], Any] | None = None  # gives the named ones the weights of the others
 
-    def _all(self, method: str, arguments: Callable[[str], tuple] = lambda _: (), doing: str = "") -> dict:
-        return self.cluster.call(self.names, method, arguments, self.config.rollout.timeout_s, doing or method)
+    def _all(
+        self,
+        method: str,
+        arguments: Callable[[str], tuple] = lambda _: (),
+        doing: str = "",
+        names: Sequence[str] = (),
+    ) -> dict:
+        """`method` on the named replicas, all by default; results by name, whichever process gave them in the end."""
+        calls: dict[str, Any] = {}
+        while True:
+            try:
+                if self.empty and self.refill and method in NEED_WEIGHTS:
+                    self.refill(sorted(self.empty))
+                for name in names or self.names:
+                    if name not in calls:
+                        calls[name] = self.cluster.ask(name, method, *arguments(name))
+                return self.cluster.wait(calls, self.config.rollout.timeout_s, doing or method)
+            except WorkersLost as fault:
+                for name in fault.workers:
+                    self._restart(name, fault)
+                    calls.pop(name, None)
+
+    def _restart(self, name: str, fault: WorkersLost) -> None:
+        """Another process in place of the lost `name`, or the fault where it may have none."""
+        while True:
+            most = self.config.rollout.max_restarts
+            if self.refill is None or self.restarts.get(name, most) >= most:
+                if self.restarts.get(name):
+                    fault.why += f" It had been started again {most} times, as rollout.max_restarts allows."
+                raise fault
+            self.restarts[name] += 1
+            self.cluster.replace(name, fault.what)
+            self.empty.add(name)
+            try:
+                self.ranks |= self._start([name], "starting again")
+                return
+            except WorkersLost as again:
+                if name not in again.workers:
+                    raise
+                fault = again
 
     def start(self) -> None:
-        self.ranks = self._all("start", lambda _: (self.config,), "starting")
+        self.ranks = self._start(self.names, "starting")
+
+    def _start(self, names: Sequence[str], doing: str) -> dict:
+        limit = max(START_S, self.config.rollout.timeout_s)
+        return self.cluster.call(names, "start", lambda _: (self.config,), limit, doing)
 
     def holdings(self) -> dict[str, list[Any]]:
         numbers = {name: i for i, name in enumerate(self.names)}
         return self._all("holdings", lambda name: (numbers[name],), "listing weights")
 
     def receive(self, version: int, names: Mapping[int, Sequence[str]], packets: Mapping[str, list[Any]]) -> int:
-        """Hand each replica its packets (object references) and have it prove the version whole; bytes that arrived."""
+        """Hand each replica in `packets` its own (object references) and have it prove the version whole; bytes that
+        arrived."""
         wanted = {name: names[i] for i, name in enumerate(self.names)}
-        return sum(
-            self._all("receive", lambda name: (version, wanted[name], *packets[name]), "taking new weights").values()
+        came = self._all(
+            "receive", lambda name: (version, wanted[name], *packets[name]), "taking new weights", list(packets)
         )
+        self.empty -= packets.keys()
+        return sum(came.values())
 
     def score(self, sequences: Sequence[Any]) -> dict[str, list[Any]]:
         """Each replica's log-probs float32 [L-1] of all sequences, at temperature 1."""
@@ -368,19 +440,24 @@ class WeightSync:
         held = shares(tensor for tensors in rollout.holdings().values() for tensor in tensors)
         self.plan = plan_shares(shares(trainer.owned()), held)
         self.bundles = in_bundles(self.plan, held)
+        self.version = -1
+        rollout.refill = lambda names: self.push(self.version, names)
 
-    def push(self, version: int) -> int:
-        """Make `version` the weights of every replica; bytes that arrived.
+    def push(self, version: int, replicas: Sequence[str] = ()) -> int:
+        """Make `version` the weights of the named replicas, all by default; bytes that arrived.
 
         Raises:
             RunFailed: a tensor is missing, arrives twice, or differs from what was sent; that replica refuses to
                 generate.
         """
         workers, names = self.trainer.cluster.workers, self.trainer.names
-        packets: dict[str, list[Any]] = {name: [] for name in self.rollout.names}
+        self.version = version
+        packets: dict[str, list[Any]] = {name: [] for name in replicas or self.rollout.names}
         for _, source, receivers, cargo in self.bundles:
-            boxes, forms = [c.box for c in cargo], {c.box.name: c.form for c in cargo}
-            sent = workers[names[source]].send.remote(boxes, forms, version)
-            for receiver in receivers:
-                packets[self.rollout.names[receiver]].append(sent)
+            wanted = [name for r in receivers if (name := self.rollout.names[r]) in packets]
+            if wanted:
+                boxes, forms = [c.box for c in cargo], {c.box.name: c.form for c in cargo}
+                sent = workers[names[source]].send.remote(boxes, forms, version)
+                for name in wanted:
+                    packets[name].append(sent)
         return self.rollout.receive(version, self.plan.names, packets)
