@@ -80,7 +80,7 @@ def cases(shape: tuple[int, ...], device: str) -> dict[str, tuple[str, Callable,
     import torch
 
     from moe_rl.models.codec import fused, plain
-    from tests.codec_cases import same_bits
+    from tests.codec_cases import assert_same_bits
 
     draw = torch.Generator(device).manual_seed(1)
     weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=draw)
@@ -104,7 +104,7 @@ def cases(shape: tuple[int, ...], device: str) -> dict[str, tuple[str, Callable,
         codes, scales = add("encode e8m0", "fp8_encode", weight, True)
         (values,) = add("decode e8m0", "fp8_decode", codes, scales.float(), torch.bfloat16)
         again = fused.fp8_encode(values, True)
-        same_bits([fused.fp8_decode(again[0], again[1].float(), torch.bfloat16)[0]], [values])
+        assert_same_bits([fused.fp8_decode(again[0], again[1].float(), torch.bfloat16)[0]], [values])
         add("encode fp32", "fp8_encode", weight, False)
     return found
 

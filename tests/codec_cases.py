@@ -79,7 +79,7 @@ def adversarial(dtype: torch.dtype, blocks: int = 300) -> torch.Tensor:
     return torch.where(values.isfinite(), values, torch.ones((), dtype=dtype))
 
 
-def same_bits(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+def assert_same_bits(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
     for a, b in zip(got, wanted, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
         assert torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
@@ -98,8 +98,8 @@ def agree(kernel: ModuleType, reference: ModuleType, device: str, size: int = 1)
             *got, found = kernel.mxfp4_encode(blocks.to(device))
             assert bool(found) == bool(flag) == (bad is not None)
             if bad is None:
-                same_bits(got, wanted)
-                same_bits(kernel.mxfp4_decode(*got, dtype)[:1], reference.mxfp4_decode(*wanted, dtype)[:1])
+                assert_same_bits(got, wanted)
+                assert_same_bits(kernel.mxfp4_decode(*got, dtype)[:1], reference.mxfp4_decode(*wanted, dtype)[:1])
         for scale, code, refused in ((255, 0, True), (254, 3, False), (254, 4, True), (253, 5, False), (253, 14, True)):
             packed = torch.full((3, 16), code, dtype=torch.uint8)
             scales = torch.tensor([127, 127, scale], dtype=torch.uint8)
@@ -121,13 +121,13 @@ def compare_fp8(kernel: ModuleType, reference: ModuleType, weight: torch.Tensor,
     *wanted, flag = reference.fp8_encode(weight, e8m0)
     *got, found = kernel.fp8_encode(weight.to(device), e8m0)
     assert not flag and not found
-    same_bits(got, wanted)
+    assert_same_bits(got, wanted)
     values, scales = wanted[0], wanted[1].float()
     *decoded, flag = reference.fp8_decode(values, scales, weight.dtype)
     *again, found = kernel.fp8_decode(values.to(device), scales.to(device), weight.dtype)
     assert bool(flag) == bool(found)  # the largest code times a scale near the top may overflow
     if not flag:
-        same_bits(again, decoded)
+        assert_same_bits(again, decoded)
 
 
 def refuses_fp8(kernel: ModuleType, weight: torch.Tensor, device: str) -> None:

@@ -85,12 +85,11 @@ def test_kl_advantage_and_aggregation(kl: str, advantage: str, aggregation: str,
         check_step(result, step, kl, advantage, aggregation)
 
 
-@pytest.mark.parametrize("dual_clip", [0.0, 1.001])
-def test_dual_clip(dual_clip: float, tmp_path: Path):
+def test_dual_clip(tmp_path: Path):
     """With the other clips out of reach, the second epoch's ratios meet the dual clip alone."""
     overrides = ["algorithm.epochs=2", "algorithm.clip_low=1", "algorithm.clip_high=1e6", "trainer.steps=1"]
-    [metrics] = short_run(tmp_path / "run", *overrides, "optimizer.lr=1e-3", f"algorithm.dual_clip={dual_clip}").metrics
-    assert metrics["kl/old"] != 0.0 and (metrics["actor/clip_frac"] > 0.0) == (dual_clip > 0.0)
+    [metrics] = short_run(tmp_path / "run", *overrides, "optimizer.lr=1e-3", "algorithm.dual_clip=1.001").metrics
+    assert metrics["kl/old"] != 0.0 and metrics["actor/clip_frac"] > 0.0
 
 
 def test_the_updates_own_log_probs_are_those_from_before_it(tmp_path: Path):
@@ -146,8 +145,7 @@ def test_minibatches_and_epochs(many: Result):
 
 
 def same_run(a: Result, b: Result) -> None:
-    for step, (x, y) in enumerate(zip(a.samples, b.samples, strict=True), 1):
-        assert [s["tokens"] for s in x] == [s["tokens"] for s in y], step
+    for x, y in zip(a.samples, b.samples, strict=True):
         np.testing.assert_allclose(by_group(x, "advantage"), by_group(y, "advantage"), atol=1e-5)
     for x, y in zip(a.metrics, b.metrics, strict=True):
         assert x["actor/loss"] == pytest.approx(y["actor/loss"], abs=1e-5)
@@ -157,18 +155,16 @@ def same_run(a: Result, b: Result) -> None:
             assert x[name] == pytest.approx(y[name], abs=1e-9), name
 
 
-def test_replicas_change_nothing(many: Result, tmp_path: Path):
-    same_run(many, short_run(tmp_path / "run", *MANY, "rollout.replicas=2"))
-
-
 @pytest.mark.parametrize(
     "layout",
     [
         ["layout.pp=2", "layout.ep=2", "cluster.gpus_per_node=4"],
-        ["layout.pp=2", "layout.vpp=2", "layout.ep=1", "cluster.gpus_per_node=2"],
+        ["layout.pp=2", "layout.vpp=2", "layout.ep=1", "cluster.gpus_per_node=2", "rollout.replicas=2"],
     ],
-    ids=["PP2xEP2", "VPP2"],
+    ids=["PP2xEP2", "VPP2 and two replicas"],
 )
-def test_the_layout_changes_nothing(many: Result, layout: list[str], tmp_path: Path):
+def test_neither_layout_nor_replicas_change_anything(many: Result, layout: list[str], tmp_path: Path):
     cut = "engine.max_tokens_per_micro_batch=64"  # several micro-batches in flight
-    same_run(many, short_run(tmp_path / "run", *MANY, cut, layout=layout))
+    other = short_run(tmp_path / "run", *MANY, cut, layout=layout)
+    assert [[s["tokens"] for s in step] for step in other.samples] == [[s["tokens"] for s in x] for x in many.samples]
+    same_run(many, other)

@@ -64,18 +64,19 @@ class Broken:
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def start(path: Path) -> None:
-    """What a trainer does with `model.path`: check the headers, then read every value."""
+def start(path: Path) -> dict[str, torch.Tensor]:
+    """What a trainer does with `model.path`: check the headers, then read every value; these, by name."""
     family = get_family("deepseek_v4")
     table = family.weight_table(family.read_arch(path))
     family.check_weights(path)
     kinds = {name: torch.int64 if s.dtype == "int32" else torch_dtype(s.dtype) for name, s in table.expected().items()}
     views = {name: torch.zeros(spec.shape, dtype=kinds[name]) for name, spec in table.expected().items()}
     load_released(path, whole_parts(views), table)
+    return views
 
 
 def test_the_whole_one_is_taken(whole: Path):
-    start(whole)
+    assert all(values.count_nonzero() for values in start(whole).values())
 
 
 def missing_file(b: Broken) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from moe_rl.errors import UserError
 from moe_rl.models import codec
 from moe_rl.models.codec import plain
-from tests.codec_cases import E2M1, E4M3, adversarial, encode_block, encode_block_fp32, same_bits
+from tests.codec_cases import E2M1, E4M3, adversarial, assert_same_bits, encode_block, encode_block_fp32
 
 ROOT = Path(__file__).parent.parent
 DTYPES = (torch.bfloat16, torch.float32)
@@ -55,7 +55,7 @@ def test_every_mxfp4_byte_under_every_scale(dtype):
     assert signed_zero_equal(values, wanted[fits])
 
     packed2, scales2 = codec.mxfp4_encode(values)
-    same_bits([codec.mxfp4_decode(packed2, scales2, dtype)], [values])
+    assert_same_bits([codec.mxfp4_decode(packed2, scales2, dtype)], [values])
     largest = torch.from_numpy((nibbles & 7).max(1))
     normal = (largest >= 6) | (scales[:, 0] == 0)
     same = (scales2 == scales)[:, 0] & (packed2 == packed).all(1)
@@ -94,9 +94,9 @@ def test_mxfp4_keeps_leading_axes_and_takes_any_strides():
     weight = torch.randn(3, 64, 5, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
     packed, scales = codec.mxfp4_encode(weight)
     assert packed.shape == (3, 5, 32) and scales.shape == (3, 5, 2)
-    same_bits(codec.mxfp4_encode(weight.contiguous()), (packed, scales))
+    assert_same_bits(codec.mxfp4_encode(weight.contiguous()), (packed, scales))
     odd = torch.empty(packed.numel() + 1, dtype=torch.uint8)[1:].view(packed.shape).copy_(packed)
-    same_bits([codec.mxfp4_decode(odd, scales)], [codec.mxfp4_decode(packed.view(torch.int8), scales)])
+    assert_same_bits([codec.mxfp4_decode(odd, scales)], [codec.mxfp4_decode(packed.view(torch.int8), scales)])
     assert codec.mxfp4_decode(packed, scales).shape == (3, 5, 64)
 
 
@@ -105,7 +105,7 @@ def test_inputs_are_left_alone():
         weight = torch.randn(64, 64, dtype=dtype, generator=torch.Generator().manual_seed(3)).requires_grad_()
         before = weight.detach().clone()
         assert not any(t.requires_grad for t in (*codec.mxfp4_encode(weight), *codec.fp8_encode(weight)))
-        same_bits([weight.detach()], [before])
+        assert_same_bits([weight.detach()], [before])
 
 
 def test_empty_weights():
@@ -137,7 +137,7 @@ def test_every_fp8_byte_under_every_scale(dtype):
     values = codec.fp8_decode(codes.view(torch.float8_e4m3fn), scales, dtype)
     assert signed_zero_equal(values[0, 5::128], wanted[fits.numpy()])
     codes2, scales2 = codec.fp8_encode(values)
-    same_bits([codec.fp8_decode(codes2, scales2, dtype)], [values])
+    assert_same_bits([codec.fp8_decode(codes2, scales2, dtype)], [values])
     normal = codes[0, 5::128] & 127 > 0x76  # above 224
     same = (scales2.view(torch.uint8) == scales)[0] & (codes2.view(torch.uint8) == codes)[0, 5::128]
     assert bool(same[normal].all()) and not bool(same[~normal & (scales[0] > 16)].any())
@@ -165,9 +165,9 @@ def test_fp8_with_float32_scales_settles_after_one_pass(dtype):
     weight = torch.randn(300, 200, generator=draw) * 0.02
     codes, scales = codec.fp8_encode(weight, scale_dtype="fp32")
     codes2, scales2 = codec.fp8_encode(codec.fp8_decode(codes, scales, dtype), scale_dtype="fp32")
-    same_bits([codes2], [codes])
+    assert_same_bits([codes2], [codes])
     assert bool(((scales2 / scales - 1).abs() <= (2.0**-8 if dtype == torch.bfloat16 else 2.0**-22)).all())
-    same_bits(codec.fp8_encode(codec.fp8_decode(codes2, scales2, dtype), scale_dtype="fp32"), [codes2, scales2])
+    assert_same_bits(codec.fp8_encode(codec.fp8_decode(codes2, scales2, dtype), scale_dtype="fp32"), [codes2, scales2])
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -245,9 +245,9 @@ def test_transformers_decodes_the_same_mxfp4():
     packed, scales = packed[part], scales[part]
     ours = codec.mxfp4_decode(packed.view(1, -1, 16), scales.view(1, -1, 1))
     theirs = convert_moe_packed_tensors(packed.view(1, -1, 1, 16), scales.view(1, -1, 1))
-    same_bits([theirs.transpose(1, 2)], [ours])
+    assert_same_bits([theirs.transpose(1, 2)], [ours])
     dequantize = Fp8Dequantize(None)._dequantize_one
-    same_bits([dequantize(packed.view(torch.int8), scales[:, None], torch.bfloat16)], [ours[0]])
+    assert_same_bits([dequantize(packed.view(torch.int8), scales[:, None], torch.bfloat16)], [ours[0]])
 
 
 def test_transformers_encodes_and_decodes_the_same_fp8():
@@ -258,11 +258,11 @@ def test_transformers_encodes_and_decodes_the_same_fp8():
     config = SimpleNamespace(scale_fmt="ue8m0", weight_block_size=(128, 128))
     theirs = Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one("w.weight", weight)
     codes, scales = codec.fp8_encode(weight)
-    same_bits([codes, scales], [theirs["w.weight"], theirs["w.weight_scale_inv"]])
+    assert_same_bits([codes, scales], [theirs["w.weight"], theirs["w.weight_scale_inv"]])
     for kind in ("e8m0", "fp32"):
         codes, scales = codec.fp8_encode(weight, scale_dtype=kind)
         decoded = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
-        same_bits([codec.fp8_decode(codes, scales)], [decoded])
+        assert_same_bits([codec.fp8_decode(codes, scales)], [decoded])
 
 
 MODELOPT = """
@@ -285,7 +285,7 @@ def test_modelopt_encodes_and_decodes_the_same_mxfp4(tmp_path):
     torch.save((weight, packed, scales), tmp_path / "w.pt")
     done = subprocess.run([sys.executable, "-c", MODELOPT, tmp_path / "w.pt"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    same_bits([torch.load(tmp_path / "w.pt")], [codec.mxfp4_decode(packed, scales)])
+    assert_same_bits([torch.load(tmp_path / "w.pt")], [codec.mxfp4_decode(packed, scales)])
 
 
 def test_fused_kernels_interpreted_by_the_benchmark(tmp_path):
@@ -319,4 +319,6 @@ def test_parts_change_nothing():
     weight = torch.randn(3 * plain._CPU_BLOCKS // 2, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
     half = len(weight) // 2
     first, second = plain.mxfp4_encode(weight[:half]), plain.mxfp4_encode(weight[half:])
-    same_bits(plain.mxfp4_encode(weight)[:2], [torch.cat([a, b]) for a, b in zip(first[:2], second[:2], strict=True)])
+    assert_same_bits(
+        plain.mxfp4_encode(weight)[:2], [torch.cat([a, b]) for a, b in zip(first[:2], second[:2], strict=True)]
+    )

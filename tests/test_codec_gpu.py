@@ -9,7 +9,7 @@ import torch
 
 from moe_rl.errors import UserError
 from moe_rl.models import codec
-from tests.codec_cases import agree, same_bits
+from tests.codec_cases import agree, assert_same_bits
 from tests.test_codec import every_mxfp4_byte
 
 pytestmark = pytest.mark.gpu
@@ -26,8 +26,8 @@ def test_bits_are_those_of_the_cpu(kind):
 def test_every_mxfp4_byte_under_every_scale_that_fits(dtype):
     packed, scales = (t[: 253 * 272] for t in every_mxfp4_byte())
     values = codec.mxfp4_decode(packed.cuda(), scales[:, None].cuda(), dtype)
-    same_bits([values], [codec.mxfp4_decode(packed, scales[:, None], dtype)])
-    same_bits(codec.mxfp4_encode(values), codec.mxfp4_encode(values.cpu()))
+    assert_same_bits([values], [codec.mxfp4_decode(packed, scales[:, None], dtype)])
+    assert_same_bits(codec.mxfp4_encode(values), codec.mxfp4_encode(values.cpu()))
 
 
 @pytest.mark.parametrize("e8m0", [True, False], ids=["e8m0", "fp32"])
@@ -40,15 +40,15 @@ def test_every_bf16_under_every_largest_value_of_an_fp8_block(e8m0):
         bits = torch.minimum(values.expand(len(top), -1), top[:, None])
         bits[:, :: 1 << 14] = top[:, None]  # a row is two blocks
         weight = (bits | signs).view(torch.bfloat16).view(-1, 128)
-        same_bits(fused.fp8_encode(weight, e8m0)[:2], plain.fp8_encode(weight, e8m0)[:2])
+        assert_same_bits(fused.fp8_encode(weight, e8m0)[:2], plain.fp8_encode(weight, e8m0)[:2])
 
 
 def test_batches_of_experts_and_views():
     weight = torch.randn(5, 96, 256, device="cuda").bfloat16()
     for w in (weight, weight[1:, 3:70], weight.transpose(1, 2)[:, :, :64], weight.view(-1)[1:65].view(2, 32)):
-        same_bits(codec.mxfp4_encode(w), codec.mxfp4_encode(w.cpu()))
+        assert_same_bits(codec.mxfp4_encode(w), codec.mxfp4_encode(w.cpu()))
     for w in (weight[0].T, weight[0, :, 1:], weight.view(-1)[1:65].view(2, 32)):
-        same_bits(codec.fp8_encode(w), codec.fp8_encode(w.cpu()))
+        assert_same_bits(codec.fp8_encode(w), codec.fp8_encode(w.cpu()))
     assert codec.fp8_decode(*codec.fp8_encode(weight[0, :0])).shape == (0, 256)
 
 
