@@ -38,7 +38,7 @@ format: setup ## Rewrite the code as the formatter wants it
 	@$(BIN)/ruff format
 
 test: lint ## The fast suite, what a change must pass
-	@$(PYTEST) -q -m "not slow and not gpu"
+	@$(PYTEST) -q -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 test-full: setup ## The slow tests: kills, resumes, long runs
 	@$(PYTEST) -v -m "slow and not gpu"

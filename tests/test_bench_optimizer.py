@@ -285,10 +285,13 @@ def test_a_command_that_ends(tmp_path):
 
 @pytest.mark.parametrize("cut", ["timed out", "interrupted"])
 def test_a_command_that_is_cut_leaves_no_process(tmp_path, monkeypatch, cut):
+    """Though this process ignores interrupts, as one started by `nohup … &` does."""
     monkeypatch.setattr(process, "CLEAR_S", 5.0)
     began = time.monotonic()
     wait = 6.0 if cut == "timed out" else 60.0
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended, said = watched(tmp_path, PARENT, wait, lambda: wait == 60.0 and time.monotonic() - began > 6.0)
+    signal.signal(signal.SIGINT, before)
     children = [int(word) for word in said if word.isdigit()]
     assert (ended.cut, len(children)) == (cut, 2) and "KeyboardInterrupt" in said
     assert optimizer._status(ended) == cut and not any(alive(pid) for pid in children)

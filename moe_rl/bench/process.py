@@ -49,6 +49,11 @@ def watch(
         scratch: an existing directory of its own, for its temporary files.
     """
     libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should this process be killed
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # `nohup … &` starts us with it ignored, which is handed down
+
     # Ray's cluster at RAY_ADDRESS is others' too: its processes are not ours to measure or to end
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"TMPDIR": str(scratch)}
     began, peak, cut, due = time.monotonic(), 0.0, "", 0.0
@@ -60,7 +65,7 @@ def watch(
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C on the terminal is ours to hand on
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # should this process be killed
+            preexec_fn=prepare,
         )
         try:
             while child.poll() is None and not cut:
