@@ -7,7 +7,7 @@ SEED ?= 1
 RUN ?= runs/quickstart-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 PYTEST := TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest
 
-.PHONY: help setup quickstart tiny-models test test-full lint format clean
+.PHONY: help setup quickstart tiny-models test test-full test-exhaustive lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +41,12 @@ test: lint ## The fast suite, what a change must pass
 	@$(PYTEST) -q -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 test-full: setup ## The slow tests: kills, resumes, long runs
-	@$(PYTEST) -v -m "slow and not gpu"
+	@$(PYTEST) -v -n auto --maxprocesses 4 --dist loadfile --timeout 900 \
+		-m "slow and not gpu and not exhaustive and not alone"
+	@$(PYTEST) -v -m "alone and not gpu and not exhaustive"
+
+test-exhaustive: setup ## Whole matrices whose corners test-full has: before a release
+	@$(PYTEST) -v --timeout 900 -m "exhaustive and not gpu"
 
 clean: ## Remove the environment and caches; runs/ stays
 	@rm -rf .venv .setup.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

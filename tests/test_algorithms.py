@@ -92,6 +92,7 @@ def test_dual_clip(tmp_path: Path):
     assert metrics["kl/old"] != 0.0 and metrics["actor/clip_frac"] > 0.0
 
 
+@pytest.mark.exhaustive
 def test_the_updates_own_log_probs_are_those_from_before_it(tmp_path: Path):
     """One optimizer step a batch: the same run to the bit, a forward pass cheaper."""
     few = ["algorithm.kl=k3", "optimizer.lr=1e-3", "rollout.temperature=1.3", "trainer.gates.pearson_min=0.99"]
@@ -107,6 +108,7 @@ def test_the_updates_own_log_probs_are_those_from_before_it(tmp_path: Path):
         }
 
 
+@pytest.mark.exhaustive
 def test_the_rollouts_log_probs_as_the_old_ones(tmp_path: Path):
     """Two optimizer steps: the first one's log-probs, of the weights that sampled, are compared with the rollout's."""
     plain, own = (

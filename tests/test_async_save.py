@@ -109,6 +109,7 @@ def test_they_do_on_several_ranks_and_in_both_formats(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_they_do_in_all_modes(model, tmp_path):
     """Each in one of the two formats by turns, so that each share and kind of optimizer meets both."""
     _check_saves(model, tmp_path, [keys | (SAME_LAYOUT if i % 2 else {}) for i, keys in enumerate(ALL)])

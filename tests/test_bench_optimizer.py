@@ -349,6 +349,7 @@ class Bench:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_case_that_is_killed_is_a_row_and_the_rest_goes_on(tmp_path):
     cases = ["whole-offload0-fp32", "sharded-offload0-fp32", "whole-offload0-pa", "sharded-offload1-fp32"]
     bench = Bench(tmp_path / "out", "--cases", ",".join(cases), "--max-step", "2")
@@ -375,6 +376,7 @@ def test_a_case_that_is_killed_is_a_row_and_the_rest_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_terminated_benchmark_ends_its_case_and_writes_what_is_known(tmp_path):
     cases = ["whole-offload0-fp32", "whole-offload1-fp32"]
     bench = Bench(tmp_path / "out", "--cases", ",".join(cases))
@@ -388,6 +390,7 @@ def test_a_terminated_benchmark_ends_its_case_and_writes_what_is_known(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_case_that_takes_too_long_is_a_row_and_ctrl_c_ends_the_next(tmp_path):
     cases = ["whole-offload0-fp32", "whole-offload1-fp32"]
     bench = Bench(tmp_path / "out", "--cases", ",".join(cases), "--case-timeout", "8")

@@ -177,7 +177,7 @@ VLLM = ["qwen3-moe-tiny", "rollout.engine=vllm", "layout.tp=1", "layout.ep=1", "
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas, recipe", [(2, ["dsv4-tiny", "rollout.replicas=2"]), (1, VLLM)])
 def test_doctor_refits_a_recipe(replicas, recipe, capfd):
-    assert run(["doctor", "--refit", "--json", *recipe]) == 0
+    assert run(["doctor", "--refit", *recipe, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["replicas"] == replicas and found["moved"] == found["noise"] == 0.0 and found["tensors"] > 50
     assert [c["sync/canary_pearson_prob"] for c in found["canary"]] == pytest.approx([1.0] * 3, abs=1e-6)

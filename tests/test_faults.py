@@ -20,7 +20,7 @@ from moe_rl.trainer.faults import REGISTER_S, collect, missing, tail
 from moe_rl.trainer.session import Session
 from tests.run_process import alive, seeded
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 class Worker:

@@ -206,6 +206,7 @@ def test_modes_train_alike_and_resume_bit_by_bit(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_all_modes_train_alike_and_resume_bit_by_bit(model, tmp_path):
     (saved,) = _check_mode(model, tmp_path, ALL)
     _check_baseline(model, tmp_path, ALL, [s["start"] + s["next"] for s in saved])
@@ -408,6 +409,7 @@ def test_weights_alone_reach_every_master(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_weights_alone_reach_every_master_in_all_modes(model, tmp_path):
     _check_weights_only(model, tmp_path, ALL)
 

@@ -150,6 +150,7 @@ def test_an_installation_is_held_against_the_tested_matrix():
 
 # ------------------------------------------------------------------------------------------------------------ a run
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_offloaded_run_records_its_patches_resumes_and_trains_like_a_plain_one(monkeypatch, tmp_path):
     from tests.short_runs import short_run
 

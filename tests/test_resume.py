@@ -28,7 +28,7 @@ from moe_rl.trainer.state import RunDirectory
 from tests.run_process import Run, comparable, damage, latest, metrics, samples, seeded
 from tests.wrong_during_run import check_documented
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 STEPS = 10
 JUDGE = "def score(completion, answer):\n    return float(completion.strip() == answer.strip())\n"

@@ -42,7 +42,7 @@ def score(completion, answer, delay=0.0):
     return float(completion.strip() == answer.strip())
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 
 class Slurm:
