@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -93,14 +92,12 @@ def make_engine(model: Path, dtype: str, train: bool, random_init: bool):
         from moe_patches import cpu
 
         cpu.install()
+    from moe_rl.config.host import free_port
     from moe_rl.engine.engine import Engine
 
     keys = ["cluster.gpus_per_node=1", f"model.path={model}", f"engine.device={device}", "engine.recompute=off"]
     config = load_config(None, [*keys, f"engine.dtype={dtype}"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return Engine.create(config, 0, 1, address, train=train, random_init=random_init)
+    return Engine.create(config, 0, 1, f"127.0.0.1:{free_port()}", train=train, random_init=random_init)
 
 
 def train(work: Path, seconds: float) -> dict:

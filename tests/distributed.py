@@ -6,18 +6,13 @@ import multiprocessing as mp
 import os
 import queue
 import shutil
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from moe_rl.config.host import free_port
+
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def lone_rank() -> None:

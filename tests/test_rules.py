@@ -244,6 +244,22 @@ def test_port(config: Config):
     assert check(config, FACTS) == []
 
 
+def test_a_free_port_is_one_that_no_outgoing_connection_takes(tmp_path: Path):
+    outgoing = tmp_path / "ip_local_port_range"
+    outgoing.write_text("21000\t60999\n")
+    ports = {host.free_port(outgoing) for _ in range(200)}
+    assert len(ports) > 100 and all(20000 <= port < 21000 for port in ports)
+    outgoing.write_text("20999\t60999\n")  # too few below
+    assert host.port_is_free(host.free_port(outgoing)) and host.port_is_free(host.free_port(tmp_path / "none"))
+
+
+def test_a_free_port_is_not_one_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(host.random.SystemRandom, "sample", lambda self, ports, k: [port, port, 20001])
+        assert host.free_port() != port
+
+
 def test_disk(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     facts = replace(FACTS, num_parameters=10**6)
     assert checkpoint_bytes(config, facts) == 16 * 10**6  # fp32 weights, master copy and two moments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import re
 import shutil
 import socket
@@ -40,6 +41,27 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def free_port(range_file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> int:
+    """A TCP port that nobody listens on, for a process that will in a moment.
+
+    It lies below those that the system gives to outgoing connections (`range_file`), of which one could take it before
+    the process listens; two that ask at once are told apart by chance, one in ten thousand. Ray's worker ports end at
+    19999. Where that leaves too few, the system chooses.
+    """
+    try:
+        first_outgoing = int(range_file.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_outgoing = 0
+    ports = range(20000, first_outgoing)
+    if len(ports) >= 1000:
+        for port in random.SystemRandom().sample(ports, 100):
+            if port_is_free(port):
+                return port
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
 
 
 def free_bytes(path: Path) -> int:

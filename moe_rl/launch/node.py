@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from moe_rl.config.host import free_port
 from moe_rl.errors import MoeRLError, RunFailed, UserError
 
 from . import JANITOR
@@ -118,9 +119,7 @@ class _Stop:
 
 
 def _lead(exchange: Path, name: str) -> list[Any]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"{own_address()}:{port}"
     _write(exchange / "head.json", json.dumps({"address": address, "name": name, "versions": versions()}))
     return ["--head", "--port", port, "--include-dashboard", "false"]

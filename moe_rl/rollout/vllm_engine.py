@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import pickle
-import socket
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 
-from moe_rl.config.host import resolve_device
+from moe_rl.config.host import free_port, resolve_device
 from moe_rl.config.schema import Config
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import Model, get_family, read_config, read_facts, special_ids
@@ -431,10 +430,7 @@ class _Staging:
 
 def _layout_options(tp: int, dp: int, ep: int, num_experts: int) -> dict[str, Any]:
     """vLLM's arguments of a replica on this machine alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    layout = dict(tp=tp, dp=dp, ep=ep, replicas=1, num_experts=num_experts, port=port)
+    layout: dict[str, Any] = dict(tp=tp, dp=dp, ep=ep, replicas=1, num_experts=num_experts, port=free_port())
     ((node,),) = replica_nodes(_version(), addresses=["127.0.0.1"], gpus_per_node=tp * dp, **layout)
     return dict(node.engine)
 

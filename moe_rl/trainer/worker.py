@@ -97,13 +97,11 @@ class TrainerWorker(Worker):
 
     def free_address(self) -> str:
         """`host:port` where this process could listen, for the ranks to meet at."""
-        import socket
-
         import ray.util
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        from moe_rl.config.host import free_port
+
+        return f"{ray.util.get_node_ip_address()}:{free_port()}"
 
     def start(self, config: Config, rank: int, world: int, address: str, options: Mapping[str, bool]) -> dict[str, Any]:
         """Build the engine (:meth:`Engine.create`); the layout and where this rank stands in it."""
