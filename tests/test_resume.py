@@ -334,8 +334,8 @@ def test_killed_before_the_first_checkpoint_and_then_without_the_optimizer(
 
 
 def unmoved(row: dict[str, Any]) -> dict[str, Any]:
-    """What the update between a step's two minibatches does not change."""
-    return {k: v for k, v in row.items() if not k.startswith("actor/") and k != "kl/old"}
+    """What a step's update does not change: the canary scores the weights after it."""
+    return {k: v for k, v in row.items() if not k.startswith(("actor/", "sync/canary_")) and k != "kl/old"}
 
 
 # ------------------------------------------------------------------------------------------------------ damaged files
