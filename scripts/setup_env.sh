@@ -93,7 +93,7 @@ rm -f "$venv"/.installed*
 : >"$log"
 export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300} PIP_DISABLE_PIP_VERSION_CHECK=1
 step "fetching the installer" "$venv/bin/python" -m pip install --quiet -c constraints.txt uv
-step "installing the pinned packages (about 5 GiB, minutes)" "$venv/bin/uv" pip install --python "$venv/bin/python" \
+step "installing the pinned packages (about 5 GiB, minutes)" "$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python" \
     -c constraints.txt --build-constraints constraints.txt -e ".[dev${extra:+,$extra}]"
 wanted | tee "$stamp" >"$venv/.installed"
 echo "setup: done"

@@ -20,6 +20,13 @@ def gpu_count() -> int:
     return min(len(devices), len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
 
 
+def visible_gpus(numbers: range) -> str:
+    """The CUDA_VISIBLE_DEVICES of a process that may use some of this process's GPUs, which are numbered from 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible is not None else None
+    return ",".join(names[i] if names else str(i) for i in numbers)
+
+
 def resolve_device(device: str) -> str:
     """``cpu`` or ``cuda`` for a value of engine.device; ``auto`` is cuda where a GPU is present."""
     if device == "auto":

@@ -198,14 +198,17 @@ class DistValues:
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a released tensor, as stored. Raises UserError as `DistReader.box` does."""
         slot = self._slots[name]
-        if slot.by_rows:
-            (stored,) = slot.stored
-            rest = stored.shape[1:]
-            return self._reader.box(stored.key, (start, *(0 for _ in rest)), (stop - start, *rest))
-        parameter = self._parameter(slot)
         blocks = [b for b in slot.blocks if b.name == name]
         if len(blocks) == 1:
-            return blocks[0].place.view(parameter)[start:stop]
+            (block,) = blocks
+            for part in slot.stored:
+                if part.place == block.place and block.start:  # stored as such: none of the rest is read
+                    offset, shape = list(part.offset), list(part.shape)
+                    axis = len(shape) - len(block.start)  # after those that megatron-core puts before
+                    offset[axis], shape[axis] = offset[axis] + start, stop - start
+                    return self._reader.box(part.key, offset, shape).view(shape[axis:])
+            return block.place.view(self._parameter(slot))[start:stop]
+        parameter = self._parameter(slot)
         shape = tuple(max(i.stop for i in axis) for axis in zip(*(b.inside for b in blocks), strict=True))
         whole = torch.empty(shape, dtype=parameter.dtype)
         for block in blocks:

@@ -273,9 +273,10 @@ def _run_there(
 
 
 class _Progress:
-    """Tells of bytes written, at most twice a second."""
+    """Tells of bytes written: twice a second on a terminal, every ten seconds in a log."""
 
     def __init__(self, total: int, tell: Callable[[str], None]) -> None:
+        self._every = 0.5 if sys.stderr.isatty() else 10.0
         self._total, self._tell, self._done = total, tell, 0
         self._start = self._last = time.perf_counter()
 
@@ -284,11 +285,11 @@ class _Progress:
 
     def set(self, done: int) -> None:
         self._done, now = done, time.perf_counter()
-        if now - self._last < 0.5:
+        if now - self._last < self._every:
             return
         self._last = now
         speed = done / (now - self._start)
-        left = f", {(self._total - done) / speed:.0f} s left" if speed else ""
+        left = f", {max(0, self._total - done) / speed:.0f} s left" if speed else ""
         self._tell(f"{done / _GB:.2f} of {self._total / _GB:.2f} GB written, {speed / _GB:.2f} GB/s{left}")
 
 

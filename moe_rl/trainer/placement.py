@@ -139,6 +139,17 @@ class Cluster:
         """Name of the node of a slot: ranks first, then replicas."""
         return self.nodes[self.bundles[slot]]
 
+    def gpus_of(self, slot: int) -> range:
+        """The GPUs of a replica, as its node numbers them: next to those of the replica before it on that node.
+
+        Ray counts GPUs for the trainer's ranks alone, whose node has as many; a replica shares its own with them.
+        """
+        cluster, size = self.config.cluster, self.config.rollout.tp * self.config.rollout.dp
+        ranks = cluster.nodes * cluster.gpus_per_node
+        here, nodes = (ranks, 1) if self.session else (cluster.gpus_per_node, cluster.nodes)
+        first = (slot - ranks) // nodes * size % here
+        return range(first, first + size)
+
     def start(self, kind: type, name: str, slot: int) -> Any:
         """Start one worker process in its slot: ranks first, then replicas; its output goes to logs/NAME.log."""
         log = self.logs / f"{name}.log"
@@ -158,7 +169,7 @@ class Cluster:
                 ),
                 runtime_env={"env_vars": environment},
             )
-            .remote(str(log))
+            .remote(str(log), *([self.gpus_of(slot)] if self.on_gpu and kind is RolloutWorker else []))
         )
         self.workers[name], self.slots[name], self.places[name] = actor, (kind, slot), self.node_of(slot)
         return actor

@@ -201,7 +201,14 @@ class TrainerWorker(Worker):
 
 
 class RolloutWorker(Worker):
-    """One rollout replica."""
+    """One rollout replica; `gpus` are those of its node that it and its children may see, all by default."""
+
+    def __init__(self, log: str, gpus: range | None = None) -> None:
+        from moe_rl.config.host import visible_gpus
+
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(gpus)
+        super().__init__(log)
 
     def start(self, config: Config) -> dict[str, Any]:
         self.engine: RolloutEngine
