@@ -18,10 +18,9 @@ import typer
 
 from moe_rl import __version__
 from moe_rl.config import Config, load_config
-from moe_rl.config.keys import KeyInfo, keys, sections
+from moe_rl.config.explain import explain as explain_keys
 from moe_rl.config.layout_rules import layout_problems
 from moe_rl.config.load import shipped
-from moe_rl.config.problem import nearest
 from moe_rl.config.rules import model_directory
 from moe_rl.errors import EXIT_DONE, MoeRLError, RunFailed, UserError
 
@@ -398,19 +397,7 @@ def explain(
         config = Config()
     else:
         config = load_config(recipe, overrides or (), hw=hw, files=file or ())
-    known = keys()
-    if key in known:
-        print(_explain_key(known[key], config))
-    elif key == "all" or key in sections():
-        print(_explain_section(key, config))
-    else:
-        near = nearest(key, [*known, *sections()])
-        raise UserError(
-            "config.unknown_key",
-            f"unknown key {key}" + (f"; nearest: {near}" if near else ""),
-            f"Sections: {', '.join(s for s in sections() if '.' not in s)}.",
-            "`moe-rl explain all` lists every key.",
-        )
+    print(explain_keys(key, config))
 
 
 def describe(config: Config, inputs: Inputs) -> str:
@@ -451,28 +438,6 @@ def _resolved_config(source: Path) -> Path | None:
         f"It has no config.json, and no {RESOLVED} is beside its checkpoints directory.",
         "Give a directory with config.json and safetensors, RUN/checkpoints/step_NNNNNN, or RUN.",
     )
-
-
-def _explain_key(info: KeyInfo, config: Config) -> str:
-    rows = [
-        ("", info.help),
-        ("value", f"{config.get(info.name)!r}  ({config.origin(info.name)})"),
-        ("default", repr(info.default)),
-        ("type", info.type),
-        ("unit", info.unit),
-        ("allowed", info.allowed()),
-    ]
-    return "\n".join([info.name, *(f"  {label + ': ' if label else ''}{text}" for label, text in rows if text)])
-
-
-def _explain_section(name: str, config: Config) -> str:
-    lines = []
-    for section, meaning in sections().items():
-        if name in ("all", section) or section.startswith(f"{name}."):
-            lines.append(f"{section}: {meaning}")
-            inside = (k for k in keys().values() if k.name.rpartition(".")[0] == section)
-            lines += [f"  {k.name} = {config.get(k.name)!r}  {k.help}" for k in inside]
-    return "\n".join(lines)
 
 
 def _unexpected(error: Exception, run_dir: Path | None = None) -> RunFailed:

@@ -209,8 +209,8 @@ class DistValues:
                     return self._reader.box(part.key, offset, shape).view(shape[axis:])
             return block.place.view(self._parameter(slot))[start:stop]
         parameter = self._parameter(slot)
-        shape = tuple(max(i.stop for i in axis) for axis in zip(*(b.inside for b in blocks), strict=True))
-        whole = torch.empty(shape, dtype=parameter.dtype)
+        size = tuple(max(i.stop for i in axis) for axis in zip(*(b.inside for b in blocks), strict=True))
+        whole = torch.empty(size, dtype=parameter.dtype)
         for block in blocks:
             whole[block.inside] = block.place.view(parameter)
         return whole[start:stop]
