@@ -210,6 +210,63 @@ def pairs_of(tokens: int, window: int, ratio: int, top_k: int) -> int:
     return near + sum(min((i + 1) // ratio, top_k or tokens) for i in range(tokens))
 
 
+FLEX: list[dict[str, int]] = [
+    {},  # its own choice of blocks
+    {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16, "num_stages": 1},
+    {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2": 16, "BLOCK_N2": 16, "num_stages": 1},
+]
+
+
+def flex(bench: Bench, kind: str, tokens: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """PyTorch's FlexAttention over the same keys and mask beside our kernels; sink, norm and rotation are left out of its time."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from moe_rl.models.deepseek_v4 import fused_attention as fused
+    from tests import attention_cases as cases
+
+    torch, (ratio, k) = bench.torch, KINDS[kind]
+    dtype = torch.bfloat16 if bench.gpu else torch.float32
+    case = cases.draw([tokens], **sizes, ratio=ratio, top_k=k, dtype=dtype, device=bench.device)
+    allowed = cases.allowed(case)
+    blocks = create_block_mask(lambda b, h, i, j: allowed[i, j], None, None, *allowed.shape, device=bench.device)
+    pairs = pairs_of(tokens, sizes["window"], ratio, k)
+    floor = bench.floor_ms(14 * pairs * sizes["heads"] * sizes["d"])
+    result: dict[str, Any] = {"pairs": pairs, "share of blocks that are computed": 1 - float(blocks.sparsity()) / 100}
+
+    def measure(call, leaves, grad) -> dict[str, Any]:
+        def both() -> None:
+            torch.autograd.grad(call(*leaves), leaves, grad)
+
+        with torch.no_grad():
+            forward = bench.ms(lambda: call(*leaves), 3)
+        ms = bench.ms(both, 3)
+        return {
+            "ms": ms,
+            "forward_ms": forward,
+            "peak_gib": bench.peak_gib(both),
+            "of_floor": float(f"{floor / ms:.3g}"),
+        }
+
+    ours = [t.detach().requires_grad_() for t in (case.q, case.kv, case.sinks)]
+    if bench.gpu:
+        result["kernels"] = measure(
+            lambda q, kv, sinks: fused.attend(q, kv, sinks, case.cos, case.sin, case.seen, cases.EPS), ours, case.grad
+        )
+    turned = [t.detach().requires_grad_() for t in (case.q.transpose(0, 1)[None].contiguous(), case.kv[None, None])]
+    compiled = torch.compile(flex_attention) if bench.gpu else flex_attention
+    for options in FLEX if bench.gpu else FLEX[:1]:
+
+        def attend(q, kv, options=options):
+            return compiled(q, kv, kv, block_mask=blocks, enable_gqa=True, kernel_options=options or None)
+
+        name = f"flex {options or 'default'}"
+        try:
+            result[name] = measure(attend, turned, case.grad.transpose(0, 1)[None].contiguous())
+        except Exception as error:
+            result[name] = {"error": f"{type(error).__name__}: {str(error)[-300:]}"}
+    return result
+
+
 # --- the layer's attention, projections and all
 def released_arch(name: str):
     from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
@@ -325,6 +382,8 @@ def on_gpu(bench: Bench) -> None:
         bench.case(f"block {kind} pro 10240", lambda k=kind: attention_module(bench, pro, k, 10240))
     for kind in ("heavy", "sliding"):
         bench.case(f"kernels {kind}", lambda k=kind: kernels(bench, k, 10240, PRO, (FORWARDS[:2], BACKWARDS[:2])))
+    for kind in ("heavy", "sparse", "sliding"):
+        bench.case(f"flex {kind}", lambda k=kind: flex(bench, k, 10240, PRO))
     for tokens in (512, 2048, 8192, 16384):
         for kind in ("sparse", "heavy"):
             bench.case(f"block {kind} flash {tokens}", lambda k=kind, n=tokens: attention_module(bench, flash, k, n))
@@ -338,6 +397,7 @@ def tiny(bench: Bench) -> None:
     bench.case("error sparse", lambda: correctness(bench, case, (8, 4, 1), (4, 4, 1)))
     bench.case("choice", lambda: {"chose": cases.choices((30, 9), 4, 2, 4, 16, bench.torch.float32, "cpu")})
     bench.case("kernels sparse", lambda: kernels(bench, "sparse", 12, small, ([(8, 4, 1)], [(4, 4, 1)]), top_k=1))
+    bench.case("flex heavy", lambda: flex(bench, "heavy", 300, small))
     from moe_rl.models.deepseek_v4.arch import DeepseekV4Arch
     from tests.tiny_v4 import tiny_config
 
