@@ -36,12 +36,12 @@ rollouts) # GRPO with vLLM on the trainer's GPU; what the update leaves in vLLM;
     ;;
 memory) # weight update by part, the planner against measured peaks, optimizers, the other GPU tests
     step sync 90 "$python" -m moe_rl.cli bench sync dsv4-pro --hw h200 --layers 5 --experts 64 --out "$out/bench_sync_h200.json"
-    step planner 200 "$python" benchmarks/planner_memory.py --size half --parallel 6 --budget-s 180 \
-        --out "$out/planner_memory_h200.json"
-    step optimizers 120 "$python" benchmarks/optimizers.py --phases timed --cases aware-offload-half aware-offload \
-        --budget-s 110 --out "$out/optimizers_h200.json"
-    step tests 160 "$python" -m pytest -q -m gpu -n 4 --no-header -p no:cacheprovider tests/test_gpu.py \
+    step tests 140 "$python" -m pytest -q -m gpu -n 5 --no-header -p no:cacheprovider tests/test_gpu.py \
         tests/test_gpu_patches.py tests/test_codec_gpu.py tests/test_qwen_gpu.py
+    step optimizers 190 "$python" benchmarks/optimizers.py --phases curves timed --resume same_layout --budget-s 180 \
+        --cases fp32-states aware-offload-half aware-offload --out "$out/optimizers_h200.json"
+    step planner 180 "$python" benchmarks/planner_memory.py --size half --parallel 6 --budget-s 160 \
+        --out "$out/planner_memory_h200.json"
     ;;
 *)
     echo "usage: OUT=DIR bash benchmarks/one_gpu.sh speed|rollouts|memory" >&2

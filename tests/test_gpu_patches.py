@@ -103,3 +103,44 @@ def test_real_kernels_get_lists_of_one_dtype() -> None:
     assert out["patched norm"] == pytest.approx(out["exact"], rel=1e-6) and out["patched clip"] == [True] * 4
     assert isinstance(out["original norm"], str) or abs(out["original norm"] / out["exact"] - 1) > 1e-4
     assert out["original clip"] != [True] * 4
+
+
+def _race(rank: int, world: int, port: int, disabled: list[str]) -> float:
+    """What a step of SGD leaves of 3 where the gradient is 1, its cast to fp32 comes late, and its memory held 5."""
+    import torch
+
+    import moe_patches
+
+    moe_patches.apply(disabled)
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    torch.cuda.set_device(0)
+    weights = [torch.nn.Parameter(torch.full((1 << 20,), 3.0, device="cuda", dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = HybridDeviceOptimizer(
+        [{"params": weights, "lr": 1.0}],
+        offload_fraction=0.5,
+        cpu_optimizer_cls=torch.optim.SGD,
+        gpu_optimizer_cls=torch.optim.SGD,
+        param_update_in_fp32=True,
+        lr=1.0,
+    )
+    kept = [w for w in weights if w not in optimizer.gpu_params_map_cpu_copy]
+    assert len(kept) == 1
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with torch.cuda.stream(optimizer._d2h_stream):
+        torch.full((1 << 20,), 5.0, device="cuda")  # the block that the cast is given next
+        torch.cuda._sleep(10**9)  # about half a second
+    torch.cuda.synchronize()
+    with torch.cuda.stream(optimizer._d2h_stream):
+        torch.cuda._sleep(10**9)
+    optimizer.step()
+    torch.cuda.synchronize()
+    master = optimizer.param_to_fp32_param[kept[0]]
+    assert torch.equal(master, master[0].expand_as(master))
+    return float(master[0])
+
+
+def test_what_stays_on_the_gpu_waits_for_its_gradients() -> None:
+    assert run_ranks(_race, 1, [])[0] == 2.0
+    assert run_ranks(_race, 1, ["hybrid_streams"])[0] == -2.0
