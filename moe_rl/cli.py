@@ -20,7 +20,7 @@ from moe_rl import __version__
 from moe_rl.config import Config, load_config
 from moe_rl.config.explain import explain as explain_keys
 from moe_rl.config.layout_rules import layout_problems
-from moe_rl.config.load import shipped
+from moe_rl.config.load import shipped, split_words
 from moe_rl.config.rules import model_directory
 from moe_rl.errors import EXIT_DONE, MoeRLError, RunFailed, UserError
 
@@ -288,26 +288,40 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
 
 @app.command()
 def doctor(
-    overrides: Overrides = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, whose profile counts, and values; any order."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     refit: Annotated[
-        str | None,
-        typer.Option(metavar="RECIPE", help="Update its rollouts' weights twice without training: nothing may change."),
-    ] = None,
+        bool,
+        typer.Option("--refit", help="Update the recipe's rollouts twice without training: nothing may change."),
+    ] = False,
     hw: Hardware = None,
     file: Files = None,
 ) -> None:
     """Versions, devices and runtime patches of this installation."""
-    if refit is not None:
+    recipe, overrides = split_words(words or ())
+    config = load_config(recipe, overrides, hw=hw, files=file or ())
+    if refit:
+        if recipe is None:
+            raise UserError(
+                "doctor.recipe",
+                "--refit is given without a recipe",
+                "It starts the trainer and the rollouts of one.",
+                f"Name one: {', '.join(shipped('recipe'))}; or a YAML file.",
+            )
         from moe_rl.trainer.refit import refit as run_refit
 
-        done = run_refit(load_config(refit, overrides or (), hw=hw, files=file or ()))
+        done = run_refit(config)
         print(json.dumps(done.as_dict(), indent=1) if as_json else "\n".join(done.lines()))
         return
     from moe_rl.doctor import describe as describe_installation
     from moe_rl.doctor import examine
 
-    found = examine(load_config(None, overrides or (), hw=hw, files=file or ()))
+    found = examine(config)
     print(json.dumps(found, indent=1) if as_json else describe_installation(found))
 
 

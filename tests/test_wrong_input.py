@@ -298,6 +298,7 @@ CASES = [
         edit=write("t.jsonl", '{"tokens": [1, 2]}\n'),
     ),
     Case("a refit of an unknown recipe", "config.recipe", "doctor --refit dsv4-tinny", says="nearest: dsv4-tiny"),
+    Case("a refit of no recipe", "doctor.recipe", "doctor --refit layout.pp=1"),
     Case("report of what is no run", "report.run_dir", "report model"),
     Case("a case the benchmark does not have", "bench.case", "bench optimizer --cases whole-offload0-fp23"),
     Case("a task the benchmark does not have", "bench.task", "bench optimizer --task grop", says="nearest: grpo"),

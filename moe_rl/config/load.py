@@ -105,6 +105,19 @@ def load_config(
     return config
 
 
+def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """A recipe's name or file and the ``key=value`` strings among words that may stand in any order.
+
+    The recipe is the first word that is a file, or neither has a ``=`` nor is a key; None if there is none.
+    """
+    known = keys()
+    recipe = next((w for w in words if Path(w).is_file() or ("=" not in w and w not in known)), None)
+    rest = list(words)
+    if recipe is not None:
+        rest.remove(recipe)
+    return recipe, rest
+
+
 def _add_environment(config: Config) -> None:
     """Patches that the environment switches off join those of the configuration: here once, for all processes alike."""
     named = {name.strip() for name in os.environ.get(PATCH_SWITCH, "").split(",")} - {""}
