@@ -7,11 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from moe_rl.cli import run
+from moe_rl.cli import app, run
 from moe_rl.config.keys import keys, sections
 
 ROOT = Path(__file__).parent.parent
@@ -55,13 +58,39 @@ def test_ones_own_task_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"data: 16 prompts of {tmp_path}/capitals.jsonl" in output.out and "reward: judge:reward" in output.out
 
 
-def test_every_option_and_file_it_names_exists(capsys: pytest.CaptureFixture[str]):
-    for command in ("train", "score", "report", "explain", "doctor", "convert", "audit", "launch", "bench optimizer"):
-        assert run([*command.split(), "--help"]) == 0
-    helps = capsys.readouterr().out
-    listed = block("## The command")
-    for option in set(re.findall(r"--[a-z-]+", listed)):
-        assert option in helps, option
+def parser() -> dict[str, set[str]]:
+    """Every command that is shown, with its long options; of two names of one, both."""
+    root = get_command(app)
+
+    def walk(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
+        if hasattr(command, "commands"):
+            for word, below in command.commands.items():
+                if not below.hidden:
+                    yield from walk(below, f"{name} {word}".strip())
+        else:
+            yield name, {o for p in command.params for o in p.opts if o.startswith("--")}
+
+    return dict(walk(root, ""))
+
+
+def test_its_list_of_commands_is_the_parsers():
+    """Each command with each of its options, and no other; --hw and --file stand in one sentence for all."""
+    text = block("## The command").replace("\n               ", "")
+    listed = {}
+    for line in text.splitlines():
+        words = line.removeprefix("moe-rl ").split(" ")
+        name = " ".join(words[:2] if words[0] == "bench" else words[:1])
+        listed[name] = set(re.findall(r"--[a-z-]+", line))
+    known, shared = parser(), {"--hw", "--file"}
+    assert {n: o - shared for n, o in listed.items()} == {n: o - shared for n, o in known.items()}
+    without = [name for name, options in known.items() if not shared <= options]
+    assert f"All but {' and '.join(f'`{n}`' for n in without)} take `key=value ...`, `--hw` and `--file`" in README
+
+
+def test_every_option_and_file_it_names_exists():
+    options = set().union(*parser().values())
+    for option in set(re.findall(r"`(--[a-z-]+)", README)):
+        assert option in options, option
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / target).exists(), target
     for target in re.findall(r"^make [a-z-]+", block("## Start"), flags=re.M):
