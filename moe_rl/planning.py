@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_rl.config import Config, load_config
+from moe_rl.config.load import shipped
 from moe_rl.config.plan_rules import plan_problems
 from moe_rl.config.problem import raise_all
 from moe_rl.config.rules import model_directory
@@ -84,12 +86,20 @@ def _found(found: Sequence[Any] | None) -> list[str]:
 def read_source(source: str, overrides: Sequence[str], hw: str | None, files: Sequence[Path]) -> Config:
     """The configuration of a recipe, or the default one for a model: `source` is its config.json or its directory.
 
+    A shipped recipe's name is always the recipe; where a directory has the same name, stderr says so. Any other directory,
+    and any path that is not a YAML file's, is a model's.
+
     Raises:
         UserError: a value is wrong, or the model's directory or figures are.
     """
     path = Path(source)
-    directory = path.parent if path.name == "config.json" else path
-    if (directory / "config.json").is_file() and (path.is_dir() or path.name == "config.json"):
+    a_path = path.is_dir() or (path.suffix not in (".yaml", ".yml") and len(path.parts) > 1)
+    if source in shipped("recipe"):
+        config = load_config(source, overrides, hw=hw, files=files)
+        if path.is_dir():
+            print(f"{source} is taken as the recipe; ./{source} means the directory", file=sys.stderr)
+    elif a_path or path.name == "config.json":
+        directory = path.parent if path.name == "config.json" and not path.is_dir() else path
         config = load_config(None, [f"model.path={directory}", *overrides], hw=hw, files=files)
     else:
         config = load_config(source, overrides, hw=hw, files=files)

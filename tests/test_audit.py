@@ -129,6 +129,29 @@ def test_tensor_parallel_ranks_together_are_the_model(kind: str, tmp_path: Path)
     assert found.problems == [] and len(found.layouts) == len(layouts)
 
 
+def test_a_directory_is_no_recipe_and_a_recipe_no_directory(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def said(source: str, code: int = 2) -> tuple[str, str]:
+        assert run(["audit", source]) == code
+        return capsys.readouterr()
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(released, "qwen2-tiny")  # another model's, in a directory that is named like a recipe
+    out, err = said("qwen2-tiny", 0)
+    assert "qwen2-tiny: plain" in out and err == "qwen2-tiny is taken as the recipe; ./qwen2-tiny means the directory\n"
+    out, err = said("./qwen2-tiny", 0)
+    assert "released (FP8 linears, MXFP4 experts)" in out and err == ""
+    shutil.copytree(released, "mine.yaml")
+    assert "released (FP8" in said("mine.yaml", 0)[0]
+    Path("mine.yaml/config.json").unlink()
+    for source in ("mine.yaml", str(tmp_path / "mine.yaml")):
+        assert f"model.path {tmp_path}/mine.yaml has no config.json" in said(source)[1]
+    assert f"model.path {tmp_path}/nowhere/v4 does not exist" in said("nowhere/v4")[1]
+    assert f"model.path {tmp_path}/nowhere does not exist" in said("nowhere/config.json")[1]
+    assert "there is no recipe 'dsv4-tinny'; nearest: dsv4-tiny" in said("dsv4-tinny")[1]
+
+
 def test_everything_wrong_is_in_one_report(released: Path, tmp_path: Path, capsys):
     path = shutil.copytree(released, tmp_path / "v4")
     index = json.loads((path / INDEX).read_text())
