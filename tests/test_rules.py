@@ -297,6 +297,12 @@ def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch):
     assert host.resolve_device("cuda") == "cuda"
 
 
+def test_a_model_without_weights(config: Config):
+    [problem] = check(config, replace(FACTS, weight_files=0))
+    assert (problem.rule, problem.key, problem.origin) == ("model.weights", "model.path", "command line")
+    assert problem.what.startswith("model.path MODEL holds no weights") and "Copy the weights" in problem.fix
+
+
 def test_all_problems_in_one_error(config: Config):
     config.rollout.n, config.rollout.top_p = 1, 0.5
     with pytest.raises(UserError) as caught:

@@ -283,6 +283,12 @@ CASES = [
     Case("a disk too small for the checkpoints", "checkpoint.disk", "DISK"),
     # other commands
     Case("score of what is no model", "score.source", "score data --tokens t.jsonl --out o.jsonl"),
+    Case(
+        "score of a model without weights",
+        "model.weights",
+        "score model --tokens t.jsonl --out o.jsonl",
+        edit=lambda work: (write("t.jsonl", '{"tokens": [1, 2]}\n')(work), remove("model/model.safetensors")(work)),
+    ),
     Case("score without its tokens file", "score.tokens", "score model --tokens t.jsonl --out o.jsonl"),
     Case(
         "score of a token id that is none",

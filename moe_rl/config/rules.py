@@ -47,7 +47,7 @@ def check(
     if not own_data:
         problems += _data(config)
     if facts is not None:
-        for facts_rule in (_lengths, _tokenizer):
+        for facts_rule in (_lengths, weights, _tokenizer):
             problems += facts_rule(config, facts)
         problems += [problem_of(config, *found) for found in kernel_problems(config, facts)]
         if run_dir is not None:
@@ -350,6 +350,19 @@ def _lengths(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             f" the model has {facts.max_positions} positions",
             "The model was not made for positions beyond its max_position_embeddings.",
             f"Shorten the response to {max(1, facts.max_positions - config.data.max_prompt)} tokens, or the prompts.",
+        )
+
+
+def weights(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    """The model directory holds weights; what is in them is for `Family.check_weights`."""
+    if facts.weight_files == 0:
+        yield problem_of(
+            config,
+            "model.weights",
+            "model.path",
+            f"model.path {facts.path} holds no weights, neither *.safetensors files nor a dist-checkpoint",
+            "A run starts from weights: a config.json alone can be planned and audited, not trained or scored.",
+            "Copy the weights beside config.json, or point model.path at a directory that has them.",
         )
 
 

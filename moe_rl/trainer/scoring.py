@@ -15,7 +15,7 @@ import numpy as np
 from moe_rl.config import Config
 from moe_rl.config.facts import ModelFacts
 from moe_rl.config.problem import raise_all
-from moe_rl.config.rules import scoring_problems
+from moe_rl.config.rules import scoring_problems, weights
 from moe_rl.data.sources import read_jsonl
 from moe_rl.durable import write_atomic
 from moe_rl.errors import UserError
@@ -48,6 +48,7 @@ def score(config: Config, source: str | Path, tokens: str | Path, out: str | Pat
         read_state(checkpoint)
         verify(checkpoint)
     else:
+        raise_all([*weights(config, facts)])
         get_family(facts.family).check_weights(config.model)
     sequences = read_tokens(Path(tokens), facts.vocab_size, facts.max_positions)
     out = _writable(Path(out).absolute())
