@@ -1,9 +1,8 @@
 """DeepSeek-V4 of real layout (FP8 linears, MXFP4 experts, Marlin) trained by GRPO with vLLM on the same GPU.
 
 Not yet run on a GPU. Phases, each a process of its own whose result is written at once:
-  start     the engine learns digit sorting from worked examples (scripts/make_tiny_models.py) from a fixed seed; the model
-            is encoded as a release
-  grpo      `moe-rl train`, vLLM rollouts with R3: reward, replay/coverage, agreement of trainer and rollout
+  start     scripts/make_mini_model.py: the engine learns digit sorting from worked examples, encoded as a release
+  grpo      `moe-rl train dsv4-mini`, vLLM rollouts with R3: reward, replay/coverage, agreement of trainer and rollout
   bits      vLLM is given the weights of that run's checkpoints one after the other; after the last every live parameter
             and buffer is held against a vLLM that loaded the checkpoint's own export
   ablation  short runs: weights rounded or not (engine.fake_quant), experts replayed or not
@@ -33,10 +32,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "patches")]
-from benchmarks.vllm_export import SIZES, make_engine, versions  # noqa: E402
+from benchmarks.vllm_export import versions  # noqa: E402
 
-SPECIALS = {"vocab_size": 512, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258, "num_hash_layers": 1}
-TINY = {"num_nextn_predict_layers": 0, "hidden_size": 64, "moe_intermediate_size": 64, "max_position_embeddings": 1024}
 PHASES = ("start", "grpo", "bits", "ablation")
 SHOWN = ("reward/mean", "eval/accuracy", "replay/coverage", "mismatch/pearson_prob", "mismatch/k3_kl")
 SHOWN += ("mismatch/logprob_abs_max", "sync/canary_pearson_prob", "sync/canary_k3_kl", "sync/seconds", "time/step")
@@ -54,69 +51,30 @@ def on_gpu() -> bool:
 
 # ---------------------------------------------------------------------------------------------- phases, each a process
 def start(work: Path, seconds: float, tiny: bool) -> dict[str, Any]:
-    """Train from random weights until the time is up; write models `bf16` and, encoded as a release, `encoded`."""
-    from moe_rl.convert.job import convert
-    from moe_rl.convert.plan import Request
-    from moe_rl.data.tokenizer import load_tokenizer
-    from moe_rl.engine.batch import MicroBatch
-    from moe_rl.models.load import save_released
-    from scripts.make_tiny_models import batches, problems, write_data, write_tokenizer
-    from tests.released_v4 import released_config
+    """The model that GRPO starts from."""
+    from scripts.make_mini_model import make
 
-    every = problems(7, 42_000)
-    write_data(work / "data" / "sort", every[256:2304], every[:256])
-    drawn = work / "drawn"
-    drawn.mkdir()
-    config = released_config(initializer_range=0.02, **((TINY if tiny else SIZES) | SPECIALS))
-    (drawn / "config.json").write_text(json.dumps(config))
-    write_tokenizer(drawn)
-    examples = batches(every[2304:], load_tokenizer(drawn).encode, 32 if tiny else 128, 7)
-    engine = make_engine(drawn, "bf16" if on_gpu() else "fp32", True, True)
-    began, losses = time.perf_counter(), []
-    while (spent := time.perf_counter() - began) < seconds:
-        lr = 1e-3 * min(1.0, (len(losses) + 1) / 20) * max(0.05, 1 - spent / seconds)
-        batch = next(examples)
-        packed = [_packed(MicroBatch, batch, range(i, i + 16)) for i in range(0, len(batch.tokens), 16)]
-        losses.append(engine.update(packed, _imitate, temperature=1.0, lr=lr).loss)
-        if len(losses) % 20 == 1:
-            print(f"step {len(losses)}: loss {losses[-1]:.3f}, {spent:.0f} s", flush=True)
-    tensors = [(name, part.view) for name, (part,) in engine.weights().items()]
-    table = engine.family.weight_table(engine.arch)
-    save_released(work / "bf16", tensors, table, config, tokenizer_dir=drawn, dtype="bf16")
-    engine.close()
-    convert(Request(work / "bf16", work / "encoded", "released"), workers=1)
-    return {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
-
-
-def _packed(micro_batch: Any, batch: Any, indices: range) -> Any:
-    fields = [{name: rows[i] for name, rows in batch.fields.items()} for i in indices]
-    return micro_batch.pack([batch.tokens[i] for i in indices], fields, list(indices))
-
-
-def _imitate(logprobs: torch.Tensor, _: Any, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
-    return -(logprobs * fields["weight"]).sum(), {}
+    return make(work / "model", seconds, tiny)
 
 
 def keys(work: Path, steps: int, fake_quant: str, replay: str) -> list[str]:
     """The command line of a run."""
     both = [
-        f"model.path={work / 'encoded'}",
-        f"data.train={work / 'data' / 'sort' / 'train.jsonl'}",
-        f"data.validation={work / 'data' / 'sort' / 'validation.jsonl'}",
+        f"model.path={work / 'model'}",
         f"engine.fake_quant={fake_quant}",
         f"rollout.router_replay={replay}",
         f"trainer.steps={steps}",
-        *("layout.pp=1", "layout.ep=1", "cluster.gpus_per_node=1", "engine.recompute=off", "observe.tensorboard=false"),
-        *("data.prompts_per_step=16", "rollout.n=8", "checkpoint.every=15", "checkpoint.keep=4"),
-        *("trainer.validation_prompts=64", "rollout.max_restarts=0"),
+        *("cluster.gpus_per_node=1", "trainer.validate_every=0", "trainer.validation_prompts=64"),
+        *("checkpoint.keep=4", "observe.tensorboard=false", "rollout.max_restarts=0"),
     ]
-    if not on_gpu():
-        return [*both, "data.prompts_per_step=4", "rollout.n=4", "trainer.validation_prompts=16"]
+    if on_gpu():
+        return [*both, "rollout.linear_backend=auto"]
     return [
         *both,
-        *("cluster.nodes=1", "optimizer.lr=2e-5", "trainer.canary_sequences=16"),
-        *("rollout.engine=vllm", "rollout.moe_backend=marlin", "rollout.linear_backend=auto"),
-        *("rollout.kv_cache_dtype=fp8", "rollout.gpu_memory_utilization=0.3", "rollout.enforce_eager=true"),
+        "rollout.engine=transformers",
+        "data.prompts_per_step=4",
+        "rollout.n=4",
+        "trainer.validation_prompts=16",
     ]
 
 
@@ -125,8 +83,8 @@ def run(work: Path, name: str, steps: int, fake_quant: str, replay: str) -> dict
     directory = work / "runs" / name.replace(", ", "_").replace(" ", "_")
     shutil.rmtree(directory, ignore_errors=True)
     chosen = keys(work, steps, fake_quant, replay)
-    command = [sys.executable, "-m", "moe_rl.cli", "train", "dsv4-tiny", *chosen, "--run-dir", str(directory)]
-    command += ["--hw", "h200"] if on_gpu() else []
+    command = [sys.executable, "-m", "moe_rl.cli", "train", "dsv4-mini", *chosen, "--run-dir", str(directory)]
+    command += [] if on_gpu() else ["--hw", "cpu"]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     file = directory / "metrics.jsonl"
@@ -151,14 +109,14 @@ def bits(work: Path) -> dict[str, Any]:
     from tests.vllm_process import EngineProcess
 
     checkpoints = sorted((work / "runs" / "grpo" / "checkpoints").glob("step_*"))
-    exports = [work / "encoded"]
+    exports = [work / "model"]
     for path in checkpoints:
         exports.append(work / f"export_{path.name}")
         shutil.rmtree(exports[-1], ignore_errors=True)
         convert(Request(path, exports[-1], "released"), workers=1)
     if not on_gpu():
         return {"exports": [path.name for path in exports]}
-    engine = EngineProcess(work / "encoded", **OPTIONS)
+    engine = EngineProcess(work / "model", **OPTIONS)
     held, seconds = engine.call(_holdings), []
     for version, path in enumerate(exports):
         sent, began = packets(path, held, version), time.monotonic()
