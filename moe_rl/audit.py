@@ -220,7 +220,7 @@ def _digests(found: Audit, path: Path, stored: Mapping[str, Stored], table: Weig
 
 def _audit_dist(found: Audit, path: Path, family: Any, arch: Any, table: WeightTable, digests: bool) -> None:
     """Each part of each parameter, as the model itself would ask for it, is in the checkpoint once."""
-    from moe_rl.convert.dist import DistReader, changed_files
+    from moe_rl.convert.dist import DistReader, changed_files, surplus
     from moe_rl.convert.slots import make_slots
     from moe_rl.models.headers import check_dist_files
 
@@ -239,6 +239,7 @@ def _audit_dist(found: Audit, path: Path, family: Any, arch: Any, table: WeightT
             elif shape != stored.whole:
                 found.problems.append(f"{stored.key} ({where}) is {list(shape)}, not {list(stored.whole)}")
     found.problems = list(dict.fromkeys(found.problems))
+    found.problems += [f"{key} is no tensor of the model" for key in surplus(reader, slots)]
     for key, shape in reader.shapes.items():
         covered, overlap = reader.covered(key)
         if covered != math.prod(shape) or overlap:

@@ -225,6 +225,9 @@ def convert(
             raise UserError(
                 "convert.option", f"{name} {value}", f"Possible are {', '.join(possible)}.", "Use one of them."
             )
+    if layout and to != "dist":
+        why = "Only a dist-checkpoint is written by rank."
+        raise UserError("convert.option", f"--layout {layout} with --to {to}", why, "Drop it, or use --to dist.")
     from moe_rl.convert.job import convert as run_conversion
     from moe_rl.convert.job import show_progress
     from moe_rl.convert.plan import Request

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -264,6 +265,46 @@ def test_a_killed_call_is_continued(released: Path, tmp_path: Path):
     assert not done.exists()
 
 
+def run_slowly(number: int):
+    from moe_rl.convert.work import run_in_process
+
+    time.sleep(0.3)
+    return run_in_process(number)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_call_leaves_no_process_and_is_continued(sent: signal.Signals, released: Path, tmp_path: Path):
+    """With two workers, stopped after the second file: all end at once, and a second call ends with the same bytes."""
+    target = tmp_path / "dist"
+    code = (
+        "import sys; from pathlib import Path; from moe_rl import cli; from moe_rl.convert import job, plan\n"
+        "from tests.test_convert import run_slowly\n"
+        f"job.run_in_process = run_slowly\n"
+        f"plan.Request.__init__.__defaults__ = (*plan.Request.__init__.__defaults__[:-1], {PARTS})\n"
+        "if __name__ == '__main__': cli.main()\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    command = [sys.executable, str(script), "convert", str(released), str(target), "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    records = tmp_path / ".dist.converting" / "done"
+    deadline = time.time() + 120
+    while time.time() < deadline and len(list(records.glob("0*")) if records.is_dir() else []) < 2:
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == (130 if sent == signal.SIGINT else -sent)
+    assert "Traceback" not in said
+    assert len(children) >= 2
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not target.exists()
+    request = Request(released, target, "dist", file_bytes=PARTS)
+    assert 2 <= convert(request, workers=2).reused
+    convert(Request(target, tmp_path / "back", "released"))
+    equal_bytes(released, tmp_path / "back")
+
+
 def test_a_changed_source_is_not_continued_with(released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from moe_rl.convert import job
 
@@ -300,6 +341,14 @@ def test_wrong_requests_are_refused(released: Path, dist: Path, tmp_path: Path, 
     out = str(tmp_path / "out")
     assert "[convert.target]" in message(str(released), str(tmp_path))
     assert "[convert.target]" in message(str(released), str(tmp_path / "no" / "out"))
+    assert "is no directory [convert.target]" in message(str(released), str(released / "config.json" / "out"))
+    assert "lies in the source [convert.target]" in message(str(released), str(released / "out"))
+    assert "exists [convert.target]" in message(str(released), str(_link(tmp_path / "dangling")))
+    assert "[convert.target]" in message(str(released), str(tmp_path / ("x" * 250)))
+    (tmp_path / ".taken.converting").touch()
+    assert "[convert.target]" in message(str(released), str(tmp_path / "taken"))
+    assert "[convert.option]" in message(str(released), out, "--to", "bf16", "--layout", "pp=2")
+    assert "pp is given twice [layout.option]" in message(str(released), out, "--layout", "pp=2,pp=2")
     assert "[convert.option]" in message(str(released), out, "--to", "fp8")
     assert "[convert.option]" in message(str(released), out, "--mtp", "maybe")
     assert "[layout.option]" in message(str(released), out, "--layout", "tp=2")
@@ -307,7 +356,8 @@ def test_wrong_requests_are_refused(released: Path, dist: Path, tmp_path: Path, 
     assert "[convert.layout]" in message(str(released), out, "--layout", "pp=2,stages=Ett|tL")
     assert "[layout.too_many_stages]" in message(str(released), out, "--layout", "pp=9")
     assert "[model.path]" in message(str(tmp_path / "absent"), out)
-    assert "[model.weights]" in message(str(tmp_path), out)
+    (tmp_path / "nothing").mkdir()
+    assert "[model.weights]" in message(str(tmp_path / "nothing"), out)
     plain = tmp_path / "plain"
     convert(Request(released, plain, "bf16"))
     assert "[convert.mtp]" in message(str(plain), out, "--to", "released")
@@ -318,8 +368,13 @@ def test_wrong_requests_are_refused(released: Path, dist: Path, tmp_path: Path, 
     short = shutil.copytree(dist, tmp_path / "short")
     data = (short / "__3_0.distcp").read_bytes()
     (short / "__3_0.distcp").write_bytes(data[: len(data) // 2])
-    assert "__3_0.distcp is not the file that was saved" in message(str(short), out)
+    assert f"__3_0.distcp is truncated: {len(data) // 2} bytes" in message(str(short), out)
     assert not Path(out).exists()
+
+
+def _link(path: Path) -> Path:
+    path.symlink_to("nowhere")
+    return path
 
 
 def test_a_plain_model_goes_to_dist_in_its_own_precision(tmp_path: Path):

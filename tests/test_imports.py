@@ -14,6 +14,7 @@ HEAVY = ("torch", "megatron", "transformers", "ray", "vllm", "matplotlib")
 ROOMS = {
     "errors": set(),
     "durable": set(),
+    "lifetime": set(),
     "config": {"errors"},
     "planner": {"config", "errors"},
     "launch": {"config", "planner", "errors"},
@@ -24,7 +25,7 @@ ROOMS = {
     "data": {"config", "errors"},
     "rewards": {"config", "data", "errors"},
     "observe": {"config", "durable", "errors"},
-    "rollout": {"config", "models", "reshard", "errors"},
+    "rollout": {"config", "lifetime", "models", "reshard", "errors"},
     "engine": {"config", "models", "errors"},
     "bench": {"config", "durable", "models", "observe", "trainer", "errors"},
 }

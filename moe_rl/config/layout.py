@@ -182,6 +182,8 @@ def parse_sizes(text: str, known: Sequence[str] = ("pp", "ep", "tp", "etp", "vpp
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
+        if name in found:
+            raise UserError("layout.option", f"--layout {text}: {name} is given twice", "", "Give each size once.")
         if name == "stages" and value:
             found[name] = expand(value)
         elif name in known and value.isdecimal() and int(value) > 0:

@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_rl.convert.slots import Item, Slot, Stored
-from moe_rl.models.headers import DIST_DIGESTS, broken
+from moe_rl.models.headers import DIST_DIGESTS, broken, listed
 
 STEP = 64 << 20  # bytes of a large parameter in one stored chunk
+OPTIMIZER_KEYS = "optimizer."  # what the keys of a run's optimizer state begin with
 _HELD = 2  # parameters kept in memory: a gated pair and its partner are read in turns
 
 
@@ -46,7 +47,7 @@ class _Chunk(NamedTuple):
 
 
 class DistReader:
-    """Reads boxes of the tensors of a dist-checkpoint."""
+    """Reads boxes of the tensors of a dist-checkpoint (UserError if a file is shorter than its index says)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -65,6 +66,13 @@ class DistReader:
                 first = offset[0] if offset else 0
                 by_first.setdefault(first, []).append(_Chunk(offset, tuple(chunk.sizes), storage[key, offset]))
         self._places: dict[tuple[str, int], int] = {}
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        sizes = {name: (root / name).stat().st_size if (root / name).is_file() else 0 for name in ends}
+        short = [n for n, end in ends.items() if sizes[n] < end]
+        if short:
+            raise broken(root, [f"{n} is truncated: {sizes[n]} bytes, .metadata speaks of {ends[n]}" for n in short])
 
     def box(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The values of a box of a key, in the dtype that they are stored in.
@@ -192,6 +200,8 @@ class DistValues:
 
     def __init__(self, root: Path, slots: Sequence[Slot]) -> None:
         self._reader = DistReader(root)
+        if more := surplus(self._reader, slots):
+            raise broken(root, listed("tensor(s) that the model of its config.json does not have", more))
         self._slots: dict[str, Slot] = {block.name: slot for slot in slots for block in slot.blocks}
         self._held: OrderedDict[str, torch.Tensor] = OrderedDict()
 
@@ -234,6 +244,12 @@ class DistValues:
             self._held[slot.name] = parameter
         self._held.move_to_end(slot.name)
         return self._held[slot.name]
+
+
+def surplus(reader: DistReader, slots: Sequence[Slot]) -> list[str]:
+    """Keys of a dist-checkpoint that are no parameter of the model, those of the optimizer aside."""
+    known = {stored.key for slot in slots for stored in slot.stored}
+    return sorted(key for key in reader.shapes if key not in known and not key.startswith(OPTIMIZER_KEYS))
 
 
 def changed_files(root: Path, names: Iterable[str] | None = None) -> list[str]:

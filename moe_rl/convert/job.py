@@ -90,10 +90,7 @@ def convert(
     """
     started = time.perf_counter()
     source, target = request.source.absolute(), request.target.absolute()
-    if target.exists():
-        raise UserError("convert.target", f"{target} exists", "Nothing is overwritten.", "Name a new directory.")
-    if not target.parent.is_dir():
-        raise UserError("convert.target", f"{target.parent} does not exist", "", "Make it, or name another target.")
+    _check_target(source, target)
     plan = make_plan(request)
     work = target.parent / f".{target.name}.converting"
     with _held(work):
@@ -131,22 +128,49 @@ def convert(
     )
 
 
+def _check_target(source: Path, target: Path) -> None:
+    if os.path.lexists(target):
+        raise UserError("convert.target", f"{target} exists", "Nothing is overwritten.", "Name a new directory.")
+    if not target.parent.is_dir():
+        what = "is no directory" if os.path.lexists(target.parent) else "does not exist"
+        raise UserError("convert.target", f"{target.parent} {what}", "", "Make it, or name another target.")
+    if target.parent.resolve().is_relative_to(source.resolve()):
+        why = "The files of a checkpoint would change while they are read."
+        raise UserError("convert.target", f"{target} lies in the source", why, "Name a directory outside of it.")
+
+
 def _silent(line: str) -> None: ...
 
 
 # ------------------------------------------------------------------------------------------------------ work directory
 @contextmanager
 def _held(work: Path) -> Iterator[None]:
-    """The work directory, kept from other processes until this one ends."""
-    work.mkdir(exist_ok=True)
-    with (work / "lock").open("w") as file:
+    """The work directory, kept from other processes until this one ends; gone with an error that left nothing in it.
+
+    Raises:
+        UserError: it cannot be made, or another process has it.
+    """
+    try:
+        work.mkdir(exist_ok=True)
+        lock = (work / "lock").open("w")
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        what = f"{work}, where files are kept until all are written, cannot be made: {error.strerror}"
+        raise UserError("convert.target", what, "", "Name another target.") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 "convert.busy", f"another process is writing {work}", "", "Wait for it, or name another target."
             ) from None
-        yield
+        try:
+            yield
+        except BaseException:
+            if not any((work / "done").glob("*")):
+                shutil.rmtree(work, ignore_errors=True)
+            raise
 
 
 def _take_over(work: Path, request: Request, restart: bool) -> Callable[[int, Unit], Done | None]:
@@ -252,6 +276,7 @@ def _run_there(
     file.write_bytes(pickle.dumps(plan))
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch in huge pages: copies are half as fast again
     context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
     counter = context.Value("q", 0)
     with ProcessPoolExecutor(workers, context, start_process, (file, out, counter)) as pool:
         waiting = {pool.submit(run_in_process, number): number for number in order}
@@ -268,6 +293,10 @@ def _run_there(
                 "It was killed, perhaps for want of memory.",
                 "Call again, with fewer --workers: finished files are kept.",
             ) from error
+        except BaseException:  # an interrupt above all: a unit may take a minute yet
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -357,5 +386,6 @@ def _finish_dist(plan: Plan, out: Path, done: list[Done]) -> None:
         text = before.read_bytes() if before else json.dumps(layout).encode()
         write_atomic(out / CARRIED / "layout.json", text)
     digests = {d.file: d.sha256 for d in done}
-    digests |= {name: sha256(out / name) for name in files(out) if name not in digests}
+    own = [*files(out), *(f"{CARRIED}/{p.name}" for p in (out / CARRIED).glob("*.json"))]
+    digests |= {name: sha256(out / name) for name in own if name not in digests}
     write_atomic(out / DIST_DIGESTS, json.dumps(dict(sorted(digests.items())), indent=1).encode())

@@ -198,9 +198,11 @@ def _tensor_units(plan: Plan, table: WeightTable) -> list[Unit]:
 
 def _layout(carried: Path) -> dict[str, Stored]:
     """The headers of the released checkpoint whose scales a dist-checkpoint carries."""
-    return {
-        n: Stored(f, d, tuple(s), o) for n, (f, d, s, o) in json.loads((carried / "layout.json").read_text()).items()
-    }
+    try:
+        places = json.loads((carried / "layout.json").read_text())
+        return {n: Stored(f, d, tuple(s), o) for n, (f, d, s, o) in places.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise broken(carried.parent, [f"{CARRIED}/layout.json cannot be read: {error}"]) from None
 
 
 def carried_pieces(plan: Plan, table: WeightTable) -> list[Piece]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import pickle
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from moe_rl.convert.dist import DistValues, changed_files, write_file
 from moe_rl.convert.plan import AS_STORED, CARRIED, Plan, Unit
 from moe_rl.convert.slots import Slot
 from moe_rl.convert.tensors import ShardFile
+from moe_rl.lifetime import end_with_parent
 from moe_rl.models import codec
 from moe_rl.models.headers import broken
 from moe_rl.models.load import check_experts
@@ -254,6 +256,8 @@ _worker: Worker | None = None
 def start_process(plan_file: Path, root: Path, counter: Any) -> None:
     """In a process of a pool: read the plan and stand ready."""
     global _worker
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the first process ends this one
     torch.set_num_threads(1)
     plan: Plan = pickle.loads(plan_file.read_bytes())
 

@@ -6,6 +6,7 @@ byte range of each tensor, and the data follow (https://github.com/huggingface/s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -33,30 +34,42 @@ def recognise(path: str | Path) -> str:
     """What weights `path` holds, by content: "safetensors", "dist" (a megatron dist-checkpoint) or "" (none).
 
     Raises:
-        UserError: it is no directory, or holds both kinds.
+        UserError: it is no directory, holds both kinds, or a dist-checkpoint without its index.
     """
     root = Path(path)
     if not root.is_dir():
         raise UserError("model.path", f"{root} is not a directory", "it should hold a checkpoint", "set model.path")
     tensors = (root / INDEX).is_file() or any(root.glob("*.safetensors"))
-    dist = all((root / mark).is_file() for mark in DIST_MARKS)
+    marks = [mark for mark in DIST_MARKS if (root / mark).is_file()]
+    dist = len(marks) == len(DIST_MARKS)
     if tensors and dist:
         raise broken(
             root, [f"it holds *.safetensors files and a dist-checkpoint ({DIST_MARKS[0]}): which is the model?"]
         )
+    if not tensors and not dist and any(root.glob("*.distcp")):
+        raise broken(root, listed("missing file(s) of a dist-checkpoint", [m for m in DIST_MARKS if m not in marks]))
     return "safetensors" if tensors else "dist" if dist else ""
 
 
 def check_dist_files(path: str | Path) -> None:
-    """UserError if a dist-checkpoint lacks a file that its record of digests names, or has no such record."""
+    """UserError if a dist-checkpoint lacks a file that its record of digests names, has no such record, or another index.
+
+    The index is unpickled by whoever reads it, so its bytes are held against their digest before that.
+    """
     root = Path(path)
     try:
-        names = list(json.loads((root / DIST_DIGESTS).read_text()))
+        recorded = json.loads((root / DIST_DIGESTS).read_text())
     except (OSError, ValueError) as error:
         raise broken(root, [f"{DIST_DIGESTS} cannot be read: {error}"]) from None
-    missing = [name for name in names if not (root / name).is_file()]
+    if not isinstance(recorded, dict) or not recorded.keys() >= set(DIST_MARKS):
+        raise broken(root, [f"{DIST_DIGESTS} is no record of digests: it does not name {' and '.join(DIST_MARKS)}"])
+    missing = [name for name in recorded if not (root / name).is_file()]
     if missing:
         raise broken(root, listed("missing file(s)", missing))
+    index = [name for name in recorded if name in DIST_MARKS or name.endswith("/layout.json")]
+    changed = [n for n in index if hashlib.sha256((root / n).read_bytes()).hexdigest() != recorded[n]]
+    if changed:
+        raise broken(root, [f"{name} is not the file that was saved" for name in changed])
 
 
 def read_headers(path: str | Path) -> dict[str, Stored]:

@@ -6,12 +6,10 @@ Answers travel as files, since of several data-parallel ranks vLLM returns the f
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import pickle
 import re
-import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_rl.lifetime import end_with_parent
 from moe_rl.models.digest import digest_all
 from moe_rl.models.family import get_family, read_config, read_facts
 from moe_rl.models.weights import WeightTable
@@ -28,7 +27,6 @@ from moe_rl.models.wire import BLOCKS, PLAIN, Stored, Wire
 from moe_rl.reshard.receive import Place
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_PR_SET_PDEATHSIG = 1
 _MARK = 0xA5  # of bytes that no update has written yet
 
 
@@ -43,7 +41,7 @@ class WeightExtension:
 
     def weights_prepare(self, record_routing: bool, out: str) -> None:
         """Cover vLLM's gaps, and write what the live model holds: {released name: (shape, form that it is loaded in)}."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it would outlive a parent that is killed
+        end_with_parent()
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             from moe_patches import vllm_cpu
