@@ -119,6 +119,21 @@ def _train(rank: int, world: int, port: int, path: str, directory: str, modes: l
     return results
 
 
+def _train_baselines(
+    rank: int, world: int, port: int, path: str, directory: str, modes: list[tuple[Mode, bool]]
+) -> list[tuple[list[float], dict[str, int]]]:
+    """For each mode, by torch's fused AdamW or its other: the losses of all steps, and digests of the last weights."""
+    results = []
+    for i, (keys, fused) in enumerate(modes):
+        engine = _engine(rank, world, f"file://{directory}/{i}-baseline", path, keys)
+        for group in engine.optimizer.param_groups:
+            group["fused"] = fused
+        losses = [loss for loss, _ in _steps(engine, BEFORE + AFTER)]
+        results.append((losses, engine.digest()))
+        engine.close()
+    return results
+
+
 def _gradients_on_the_device(engine: Any) -> list[Any]:
     """Gradients that a step left beside the buffers, those of copies on the CPU left out: they are pinned for good."""
     found = []
@@ -186,22 +201,27 @@ def _check_mode(model: str, directory: Path, modes: list[Mode], world: int = 1, 
     return saved
 
 
-def _check_baseline(model: str, directory: Path, modes: list[Mode], losses: list[list[tuple[float, float]]]) -> None:
-    """Losses as the mode's baseline: to 1e-5, where the optimizer on the CPU rounds its arithmetic in another order."""
-    known: dict[str, list] = {}
-    wanted = [baseline(m) for m in modes]
+def _check_baseline(model: str, directory: Path, modes: list[Mode], saved: list[dict]) -> None:
+    """Losses and last weights as the mode's baseline, bit for bit, wherever the states lie.
+
+    The optimizer on the CPU is torch's fused AdamW, whose weights differ from the other's in the last bit from the first
+    step on. A weight in bf16 turns that into 1e-2 of the loss within seven steps, so the baseline of an offloaded mode
+    is fused as well.
+    """
+    wanted = [(baseline(m), m["optimizer__offload_fraction"] > 0) for m in modes]
     todo = list({str(w): w for w in wanted}.values())
-    for keys, values in zip(todo, run_ranks(_train, 1, model, str(directory), todo)[0], strict=True):
-        known[str(keys)] = values
-    for keys, base, got in zip(modes, wanted, losses, strict=True):
-        expected = [loss for loss, _ in known[str(base)]]
-        assert [loss for loss, _ in got] == pytest.approx(expected, abs=1e-5), describe(keys)
-        assert expected[-1] < 0.75 * expected[0]
+    trained = run_ranks(_train_baselines, 1, model, str(directory), todo)[0]
+    known = {str(w): result for w, result in zip(todo, trained, strict=True)}
+    for keys, want, got in zip(modes, wanted, saved, strict=True):
+        losses, end = known[str(want)]
+        assert [loss for loss, _ in got["start"] + got["next"]] == losses, describe(keys)
+        assert got["end"] == end, describe(keys)
+        assert losses[-1] < 0.75 * losses[0]
 
 
 def test_modes_train_alike_and_resume_bit_by_bit(model, tmp_path):
     (saved,) = _check_mode(model, tmp_path, FAST)
-    _check_baseline(model, tmp_path, FAST, [s["start"] + s["next"] for s in saved])
+    _check_baseline(model, tmp_path, FAST, saved)
 
 
 @pytest.mark.slow
@@ -209,7 +229,7 @@ def test_modes_train_alike_and_resume_bit_by_bit(model, tmp_path):
 @pytest.mark.exhaustive
 def test_all_modes_train_alike_and_resume_bit_by_bit(model, tmp_path):
     (saved,) = _check_mode(model, tmp_path, ALL)
-    _check_baseline(model, tmp_path, ALL, [s["start"] + s["next"] for s in saved])
+    _check_baseline(model, tmp_path, ALL, saved)
 
 
 def test_buffers_as_they_lie_resume_bit_by_bit(model, tmp_path):
