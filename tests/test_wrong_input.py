@@ -312,6 +312,12 @@ CASES = [
     Case("a benchmark without time", "bench.timeout", "bench optimizer --case-timeout 0"),
     Case("a value that the benchmark's cases vary", "bench.key", "bench optimizer optimizer.offload_fraction=1"),
     Case("results where a file is", "bench.out", "bench optimizer --out mine.yaml"),
+    Case("results beneath a file", "bench.out", "bench optimizer --out mine.yaml/results"),
+    Case(
+        "a training benchmark's results beneath a file", "bench.out", "bench train mine.yaml --out mine.yaml/a/b.json"
+    ),
+    Case("a training benchmark's results where a directory is", "bench.out", "bench train mine.yaml --out ."),
+    Case("a sync benchmark's results beneath a file", "bench.out", "bench sync dsv4-tiny --out mine.yaml/b.json"),
     Case("input that is wrong for every case", "rollout.group", "bench optimizer mine.yaml rollout.n=1"),
     Case("a training benchmark of nothing", "bench.size", "bench train mine.yaml --sequences 0"),
 ]

@@ -22,7 +22,7 @@ from moe_rl.models.family import read_facts
 from moe_rl.trainer.inputs import read_inputs
 
 from .process import Ended, watch
-from .table import TSV, Row, draw, machine, measure, show, write
+from .table import TSV, Row, draw, machine, make_directory, measure, show, write
 
 TASKS = ("grpo",)
 Overrides = dict[str, Any]
@@ -122,7 +122,7 @@ def benchmark(
     arguments, refused = _plan(
         names, lambda *case: load_config(recipe, [*common, *case], hw=hw, files=files), max_step, directory
     )
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     if out is None:
         directory = Path(tempfile.mkdtemp(prefix=f"bench-optimizer-{time.strftime('%Y%m%d-%H%M%S')}-", dir=directory))
     options = [*(["--hw", hw] if hw else []), *(word for file in files for word in ("--file", str(file)))]

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moe_rl.bench.table import machine
+from moe_rl.bench.table import machine, make_directory_of
 from moe_rl.config import load_config
 from moe_rl.durable import write_atomic
 from moe_rl.errors import UserError
@@ -56,6 +56,7 @@ def benchmark(
     if facts.family != "deepseek_v4":
         what = f"the recipe's model is of family {facts.family}"
         raise UserError("bench.family", what, "Its releases are not quantised.", "Use a DeepSeek-V4 recipe.")
+    make_directory_of(out)
     changes = {"num_hidden_layers": layers, "n_routed_experts": experts, "vocab_size": vocab}
     result: dict[str, Any] = {**machine(), "recipe": recipe, "overrides": list(overrides), **changes}
     result |= {"columns": COLUMNS, "rows": []}

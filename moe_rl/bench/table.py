@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_rl.durable import write_atomic
+from moe_rl.errors import UserError
 from moe_rl.observe.curves import compare, series
 from moe_rl.observe.metrics import read_metrics
 
@@ -117,6 +119,32 @@ def measure(row: Row, run_dir: Path) -> None:
     row.gpu_allocated_gib, row.gpu_reserved_gib = last("memory/gpu_peak_gib"), last("memory/gpu_reserved_peak_gib")
     row.workers_host_gib = last("memory/host_peak_gib")
     row.curves = {key: [line.get(key) for line in metrics] for key in ("step", *DRAWN)}
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of the results and try it, so that nothing is measured that cannot be written.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UserError(
+            "bench.out",
+            f"{directory} cannot be written: {error.strerror}",
+            "Results go there.",
+            "Choose another --out.",
+        ) from error
+
+
+def make_directory_of(file: Path) -> None:
+    """The same for results in one file. Raises UserError also where `file` is a directory."""
+    if file.is_dir():
+        raise UserError("bench.out", f"--out {file} is a directory", "It names a file.", "Add the file's name.")
+    make_directory(file.absolute().parent)
 
 
 def write(out: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:

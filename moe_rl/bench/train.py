@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_rl.bench.table import machine
+from moe_rl.bench.table import machine, make_directory_of
 from moe_rl.config import load_config
 from moe_rl.config.problem import raise_all
 from moe_rl.config.rules import scoring_problems
@@ -51,6 +51,7 @@ def benchmark(
     config.engine.max_tokens_per_micro_batch = max(length, config.engine.max_tokens_per_micro_batch)
     facts = read_facts(config.model, config.model.family)
     raise_all(scoring_problems(config, facts))
+    make_directory_of(out)
     about = {"recipe": recipe, "overrides": list(overrides), "layers": layers, "experts": experts, "length": length}
     about |= machine()
 
