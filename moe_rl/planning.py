@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,7 +113,7 @@ def with_rates(config: Config, directory: Path) -> Config:
     """The configuration with the machine's rates as the run in `directory` measured them.
 
     Raises:
-        UserError: the directory is no run's, or the run measured nothing.
+        UserError: the directory is no run's, the run measured nothing, or its rates are damaged.
     """
     file = directory / PLANNED
     if not file.is_file():
@@ -124,8 +125,37 @@ def with_rates(config: Config, directory: Path) -> Config:
         )
     from moe_rl.planner.search import changed
 
-    rates = {f"machine.{k}": v for k, v in json.loads(file.read_text())["rates"].items()}
+    rates: dict[str, object] = {f"machine.{k}": v for k, v in _rates(file).items()}
     return changed(config, rates, origin=str(file))
+
+
+def _rates(file: Path) -> dict[str, float]:
+    """The rates in a run's plan.json, under the names of config.machine. Raises UserError: they are not what a run writes."""
+    from moe_rl.planner.plan import Rates
+
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # what is no text or no JSON is a ValueError
+        raise _no_rates(file, f"cannot be read as JSON: {error}") from None
+    rates = content.get("rates") if isinstance(content, dict) else None
+    if not isinstance(rates, dict):
+        raise _no_rates(file, "has no object `rates`")
+    known = [f.name for f in dataclasses.fields(Rates)]
+    for name, value in rates.items():
+        if name not in known:
+            raise _no_rates(file, f"has a rate {name!r}; known are {', '.join(known)}")
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise _no_rates(file, f"has {name} {value!r}, which is no number above 0")
+    return rates
+
+
+def _no_rates(file: Path, what: str) -> UserError:
+    return UserError(
+        "plan.measured",
+        f"{file} {what}",
+        "A run writes there, when it ends, the rates that it measured.",
+        "Give the directory of a run that this version made, or leave --measured out.",
+    )
 
 
 def keep_comparison(directory: Path, config: Config) -> str:

@@ -94,6 +94,26 @@ def test_a_job_that_could_not_run_is_not_rendered(capsys: pytest.CaptureFixture[
     assert shown.out == "" and "[layout.world]" in shown.err
 
 
+BREAKS = [*map(chr, range(32)), "\x7f", "\x85", "\u2028", "\u2029"]
+
+
+@pytest.mark.parametrize("option", ["", "-", "--", " --time=1", "time=1", "id", *(f"--comment=a{c}id" for c in BREAKS)])
+def test_an_option_that_would_leave_its_line_is_refused(option: str, capsys: pytest.CaptureFixture[str]):
+    assert run(["launch", "dsv4-tiny", f"--sbatch={option}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "[launch.sbatch]" in shown.err and repr(option) in shown.err
+
+
+def test_nothing_in_an_option_is_run(tmp_path: Path):
+    mark = tmp_path / "ran"
+    odd = [f"--comment={c}" for c in (f"a;touch {mark}", f"$(touch {mark})", f"`touch {mark}`", f"a\\' \" &>{mark}")]
+    text = render.render(load_config("dsv4-tiny"), ["dsv4-tiny"], odd)
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH --comment")]
+    assert lines == [f"#SBATCH {o}" for o in odd]
+    subprocess.run(["bash", "-c", text.partition(render.BEGIN)[0].partition("set -")[0]], check=True)
+    assert not mark.exists()
+
+
 def test_without_slurm_a_job_is_not_submitted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     assert run(["launch", "dsv4-tiny", "--submit"]) == 2

@@ -235,6 +235,18 @@ def test_rates_of_a_run_count(tmp_path):
     assert "optimizers_h200.json" in again["rates"]["pcie_gbps"]["source"]
 
 
+@pytest.mark.parametrize("content", [
+    b"", b"garbage", b"\xff\x00", b"[" * 100_000, b"[1]", b"{}", b'{"rates": [1]}', b'{"rates": {"nope": 1}}',
+    b'{"rates": {"gpu_memory_gib": 1}}', *(b'{"rates": {"disk_gbps": %s}}' % v for v in (
+    b'"x"', b"null", b"true", b"0", b"-1", b"NaN", b"Infinity", b"[1]")),
+])  # fmt: skip
+def test_damaged_rates_are_named(tmp_path, content):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        run("dsv4-tiny", [], hw=None, files=(), search=False, measured=tmp_path, as_json=False)
+    assert caught.value.rule == "plan.measured" and str(tmp_path / "plan.json") in caught.value.what
+
+
 def test_a_runs_plan_is_kept_beside_what_it_measured(tmp_path):
     config = load_config("dsv4-tiny", [])
     assert keep_comparison(tmp_path, config) == ""  # nothing was measured

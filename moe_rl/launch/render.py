@@ -46,7 +46,12 @@ def render(
 ) -> str:
     """The whole job. `options` are sbatch's own (``--time=8:00:00``); the variables of `environment` that set keys, or say
     where moe-rl is, are written into it.
+
+    Raises:
+        UserError: an option is none of sbatch's form, or would not stay on its line.
     """
+    for option in options:
+        _check_option(option)
     cluster, text = config.cluster, TEMPLATE.read_text()
     header = [f"--nodes={cluster.nodes}"]
     if resolve_device(config.engine.device) == "cuda":
@@ -58,6 +63,18 @@ def render(
     exports = [f"export {n}={shlex.quote(v)}\n" for n in kept if (v := (environment or {}).get(n))]
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + settings(config, arguments) + "".join(exports) + END + rest.partition(END)[2]
+
+
+def _check_option(option: str) -> None:
+    """An option is a comment of the shell's, so no character in it is run: as long as it stays on one line."""
+    if option.isprintable() and re.match(r"--[a-z]|-[A-Za-z]", option):
+        return
+    raise UserError(
+        "launch.sbatch",
+        f"--sbatch {option!r} is no option of sbatch",
+        "It becomes a line of the job, after #SBATCH; what follows a line break would be run as a command.",
+        "Give one option on one line, with its dashes, as in --sbatch=--time=8:00:00.",
+    )
 
 
 def roles(config: Config, facts: ModelFacts) -> str:
