@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_rl.cli import run
 from moe_rl.errors import UserError
 from moe_rl.models.family import get_family
 from moe_rl.models.load import load_released
@@ -295,6 +296,110 @@ BREAKS = [
     other_config,
     fewer_layers,
 ]
+
+
+FILE = "model-00001.safetensors"
+A, B = "layers.0.hc_attn_fn", "layers.0.hc_ffn_fn"  # of one dtype and shape, and both in FILE
+Header = dict[str, dict[str, object]]
+
+
+def place(name: str, by: int = 0, of: str = "") -> Callable[[Header], None]:
+    """Puts a tensor where another one is, moved by some bytes."""
+
+    def change(header: Header) -> None:
+        header[name]["data_offsets"] = [at + by for at in header[of or name]["data_offsets"]]
+
+    return change
+
+
+def entry(**changes: object) -> Callable[[Header], None]:
+    return lambda header: header[A].update(changes)
+
+
+def before_the_data(header: Header) -> None:
+    start, stop = header[A]["data_offsets"]
+    header[A]["data_offsets"] = [start - stop, 0]
+
+
+def as_floats(header: Header) -> None:
+    header[A]["data_offsets"] = [float(at) for at in header[A]["data_offsets"]]
+
+
+def twice(header: Header) -> str:
+    return f"{json.dumps(header)[:-1]}, {json.dumps(A)}: {json.dumps(header[B])}}}"
+
+
+HEADERS = {  # change of the header, which may give its text; what the message says after the file's name
+    "one place for two": (place(B, of=A), "overlaps"),
+    "overlap": (place(B, 4, of=A), "overlaps"),
+    "gap": (lambda header: header.pop(A), "leaves a gap after"),
+    "before the data": (before_the_data, A),
+    "backwards": (entry(data_offsets=[8, 0]), A),
+    "places as fractions": (as_floats, A),
+    "one place only": (entry(data_offsets=[0]), ""),
+    "three places": (entry(data_offsets=[0, 8, 16]), A),
+    "shape below zero": (entry(shape=[-1, -4]), A),
+    "shape as a fraction": (entry(shape=[1.0]), A),
+    "shape as truth": (entry(shape=[True]), A),
+    "shape as text": (entry(shape="4"), A),
+    "dtype as a list": (entry(dtype=["F32"]), A),
+    "dtype as an object": (entry(dtype={}), A),
+    "no dtype": (entry(dtype=None), A),
+    "a tensor twice": (twice, f"{A} is in it twice"),
+    "deep": (lambda header: "[" * 100_000, "RecursionError"),
+    "a list": (lambda header: "[]", ""),
+    "no JSON": (lambda header: "hello", ""),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_damaged_header_is_refused(
+    case: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By audit, conversion and a run's checks alike; nothing is read from a place that is not the tensor's own."""
+    change, says = HEADERS[case]
+    root = shutil.copytree(whole, tmp_path / "v4")
+    data = (root / FILE).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = change(header)
+    text = (text if isinstance(text, str) else json.dumps(header)).encode()
+    (root / FILE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    for command in (["audit", str(root)], ["convert", str(root), str(tmp_path / "out")]):
+        assert run(command) == 2
+        said = capsys.readouterr().err
+        assert f"{FILE} has a damaged header" in said
+        assert says in said
+    assert {path.name for path in tmp_path.iterdir()} == {"v4"}
+    with pytest.raises(UserError, match=r"has a damaged header.*\[model.weights\]"):
+        get_family("deepseek_v4").check_weights(root)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "BOOL", "U16", "F4", "bf16"])
+def test_a_foreign_dtype_is_refused(
+    dtype: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(whole, tmp_path / "v4")
+    data = (root / FILE).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header[A]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    (root / FILE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    for command in (["audit", str(root)], ["convert", str(root), str(tmp_path / "out")]):
+        assert run(command) == 2
+        assert f"{A} is {dtype}, not F32 ({FILE})" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [INDEX, "config.json"])
+def test_deeply_nested_json_is_refused(
+    file: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(whole, tmp_path / "v4")
+    (root / file).write_text("[" * 100_000)
+    for command in (["audit", str(root)], ["convert", str(root), str(tmp_path / "out")]):
+        assert run(command) == 2
+        assert file in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", BREAKS, ids=lambda f: f.__name__)

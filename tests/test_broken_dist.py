@@ -32,6 +32,14 @@ def gone(file: str) -> Callable[[Path], None]:
     return lambda root: (root / file).unlink()
 
 
+def pipe(file: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        (root / file).unlink()
+        os.mkfifo(root / file)
+
+    return change
+
+
 def holds(file: str, data: bytes) -> Callable[[Path], None]:
     return lambda root: void((root / file).write_bytes(data))
 
@@ -75,6 +83,9 @@ BEFORE_READING = {  # damage, what the message says; told before a run starts, t
     "garbage form": (holds("metadata.json", b"{"), "metadata.json is not the file that was saved"),
     "no digests": (gone(DIST_DIGESTS), f"{DIST_DIGESTS} cannot be read"),
     "garbage digests": (holds(DIST_DIGESTS, b"["), f"{DIST_DIGESTS} cannot be read"),
+    "deep digests": (holds(DIST_DIGESTS, b"[" * 100_000), f"{DIST_DIGESTS} cannot be read"),
+    "a pipe for digests": (pipe(DIST_DIGESTS), f"{DIST_DIGESTS} cannot be read"),
+    "a pipe for data": (pipe(DATA), f"missing file(s): {DATA}"),
     "digests without names": (holds(DIST_DIGESTS, b"[1]"), f"{DIST_DIGESTS} is no record of digests"),
     "digests of nothing": (holds(DIST_DIGESTS, b"{}"), f"{DIST_DIGESTS} is no record of digests"),
     "index not recorded": (unrecorded(".metadata"), f"{DIST_DIGESTS} is no record of digests"),
@@ -104,6 +115,12 @@ def test_it_is_refused_by_name(case: str, whole: Path, tmp_path: Path, capsys: p
         with pytest.raises(UserError, match=r"\[model.weights\]") as error:
             get_family("deepseek_v4").check_weights(tmp_path / "broken")
         assert says in str(error.value)
+
+
+def test_a_link_to_nowhere_beside_the_data_is_passed_over(whole: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(whole, tmp_path / "linked")
+    (root / "old.distcp").symlink_to("nowhere")
+    assert run(["convert", str(root), str(tmp_path / "out")]) == 0
 
 
 def test_the_whole_one_is_taken(whole: Path) -> None:

@@ -96,7 +96,7 @@ def model_directory(config: Config) -> Iterator[Problem]:
                     yield problem_of(config, "model.config", name, what, f"It replaces a figure of {file}.", _FIGURE)
                 return
             why = "It is JSON, but not an object."
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             why = str(error)
         rule, what, fix = "model.config", f"{file} cannot be read", "Copy it anew from the model's source."
     yield problem_of(config, rule, "model.path", what, why, fix)

@@ -110,14 +110,14 @@ def convert(
         os.rename(out, target)
         sync(target.parent)
     shutil.rmtree(work, ignore_errors=True)
-    report_bytes = sum(f.stat().st_size for f in source.iterdir() if f.suffix in (".safetensors", ".distcp"))
+    data = (f for f in source.iterdir() if f.suffix in (".safetensors", ".distcp") and f.is_file())
     return Report(
         str(target),
         request.to,
         len(ordered),
         again,
         sum(len(u.tensors.pieces) if u.tensors else len(u.chunks) for u in plan.units),
-        report_bytes,
+        sum(f.stat().st_size for f in data),
         sum(d.nbytes for d in ordered),
         time.perf_counter() - started,
         sum(d.blocks for d in ordered),

@@ -191,7 +191,7 @@ def read_config(model: Model) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("model.config", f"{file} is not JSON", str(error), "copy the file again") from None
     if not isinstance(config, dict):
         raise UserError(

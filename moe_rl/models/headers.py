@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +59,10 @@ def check_dist_files(path: str | Path) -> None:
     """
     root = Path(path)
     try:
+        if not (root / DIST_DIGESTS).is_file():  # a pipe would be waited for
+            raise FileNotFoundError("there is no such file")
         recorded = json.loads((root / DIST_DIGESTS).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise broken(root, [f"{DIST_DIGESTS} cannot be read: {error}"]) from None
     if not isinstance(recorded, dict) or not recorded.keys() >= set(DIST_MARKS):
         raise broken(root, [f"{DIST_DIGESTS} is no record of digests: it does not name {' and '.join(DIST_MARKS)}"])
@@ -132,7 +135,7 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:
         files = sorted(set(weight_map.values()))
         if not all(isinstance(file, str) for file in files):
             raise TypeError("weight_map names a file by what is no text")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise broken(root, [f"{INDEX} is not an index ({error})"]) from None
     if not files:
         raise broken(root, [f"{INDEX} names no file"])
@@ -151,19 +154,49 @@ def _read_header(file: Path) -> dict[str, Stored]:
         if size < 8 or length > min(_MAX_HEADER, size - 8):
             raise ValueError(f"is truncated or not safetensors: {size} bytes cannot hold its header")
         try:
-            header: dict[str, Any] = json.loads(stream.read(length))
+            header: dict[str, Any] = json.loads(stream.read(length), object_pairs_hook=_each_once)
             header.pop("__metadata__", None)
-            places = {n: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()}
-            end = max((stop for _, _, _, stop in places.values()), default=0)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"has a damaged header ({type(error).__name__}: {error})") from None
+            places = {n: (e["dtype"], e["shape"], *e["data_offsets"]) for n, e in header.items()}
+            for name, place in places.items():
+                _check_place(name, *place)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"has a damaged header: {kind}{error}") from None
+    end = max((stop for _, _, _, stop in places.values()), default=0)
     if size != 8 + length + end:
         verb = "is truncated" if size < 8 + length + end else "is too long"
         raise ValueError(f"{verb}: {size} bytes, its header speaks of {8 + length + end}")
-    for name, (dtype, shape, start, stop) in places.items():
-        if dtype in SIZES and stop - start != SIZES[dtype] * math.prod(shape):
-            raise ValueError(f"has a damaged header: {name} of shape {list(shape)} takes {stop - start} bytes")
-    return {n: Stored(file.name, dtype, shape, 8 + length + start) for n, (dtype, shape, start, _) in places.items()}
+    at, before = 0, "the header"
+    for name, (_, _, start, stop) in sorted(places.items(), key=lambda item: item[1][2:]):
+        if start != at:  # the format allows neither: bytes of another tensor would be read as this one's
+            what = "overlaps" if start < at else "leaves a gap after"
+            raise ValueError(f"has a damaged header: {name} {what} {before}: it starts at byte {start}, not {at}")
+        at, before = stop, name
+    return {n: Stored(file.name, d, tuple(shape), 8 + length + start) for n, (d, shape, start, _) in places.items()}
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError if it has a key twice, of which json would keep the last without a word."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name} is in it twice")
+    return made
+
+
+def _check_place(name: str, dtype: object, shape: object, *offsets: Any) -> None:
+    """ValueError if a header's entry is none: dtype a text, shape and the two offsets counts, as many bytes as it takes."""
+    counts = [*shape, *offsets] if isinstance(shape, list) else []
+    if (
+        not isinstance(dtype, str)
+        or not counts
+        or len(offsets) != 2
+        or not all(type(n) is int and n >= 0 for n in counts)
+    ):
+        raise ValueError(f"{name} of dtype {dtype!r}, shape {shape!r}, bytes {list(offsets)!r}")
+    *sizes, start, stop = counts
+    if stop < start or (dtype in SIZES and stop - start != SIZES[dtype] * math.prod(sizes)):
+        raise ValueError(f"{name} of shape {sizes} takes {stop - start} bytes")
 
 
 def listed(kind: str, names: list[str]) -> list[str]:
