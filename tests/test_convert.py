@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from moe_rl.models.wire import Wire
 from tests.distributed import run_ranks
 from tests.released_v4 import INDEX, dequantised, raw_tensors, released_config, write_released
 from tests.small_v4 import run_config, write_model
+from tests.test_preflight import small_disk
 
 ARCH = DeepseekV4Arch.from_dict(released_config())
 TABLE = weight_table(ARCH)
@@ -331,6 +333,14 @@ def test_a_worker_that_dies_is_told(released: Path, tmp_path: Path, monkeypatch:
         convert(Request(released, tmp_path / "dist", "dist"), workers=2)
     monkeypatch.undo()
     assert convert(Request(released, tmp_path / "dist", "dist")).files > 0
+
+
+def test_a_disk_that_is_too_small_is_told_in_a_unit_that_fits(released: Path, tmp_path: Path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(UserError, match=r"convert\.disk") as error:
+            convert(Request(released, disk / "out", "dist"))
+        assert re.search(r"^[1-9][\d.]* MiB are to be written, [1-9][\d.]* KiB are free in ", error.value.what)
+        assert not (disk / "out").exists()
 
 
 def test_wrong_requests_are_refused(released: Path, dist: Path, tmp_path: Path, capsys):

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_rl.units import size_text
+
 from . import host
 from .facts import ModelFacts
 from .figures import overridden
@@ -401,16 +403,7 @@ def _disk(config: Config, facts: ModelFacts, run_dir: Path) -> Iterator[Problem]
             config,
             "checkpoint.disk",
             "checkpoint.keep",
-            f"{kept} checkpoint(s) of {_size(one)} do not fit: {run_dir} has {_size(free)} free",
+            f"{kept} checkpoint(s) of {size_text(one)} do not fit: {run_dir} has {size_text(free)} free",
             "checkpoint.keep stay on disk while the next is written.",
             "Free space, choose another --run-dir, lower checkpoint.keep or leave optimizer out of checkpoint.contents.",
         )
-
-
-def _size(count: float) -> str:
-    """Bytes in the unit that keeps the number readable."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

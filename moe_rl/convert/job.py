@@ -33,8 +33,7 @@ from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_config
 from moe_rl.models.headers import DIST_DIGESTS, INDEX
 from moe_rl.models.load import TOKENIZER_FILES, copy_files
-
-_GB = 1e9
+from moe_rl.units import size_text
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people."""
-        speed = (self.read_bytes + self.written_bytes) / _GB / max(self.seconds, 1e-9)
+        speed = (self.read_bytes + self.written_bytes) / max(self.seconds, 1e-9)
         lines = [
-            f"{self.target}: {self.form}, {self.tensors} tensors, {self.written_bytes / _GB:.2f} GB in {self.files} files"
+            f"{self.target}: {self.form}, {self.tensors} tensors, {size_text(self.written_bytes)} in {self.files} files"
             + (f", {self.reused} of them from the call before" if self.reused else ""),
-            f"read {self.read_bytes / _GB:.2f} GB and wrote it in {self.seconds:.1f} s: {speed:.2f} GB/s both ways together;"
-            f" a process had at most {self.peak_bytes / 2**30:.2f} GiB",
+            f"read {size_text(self.read_bytes)} and wrote it in {self.seconds:.1f} s: {size_text(speed)}/s both ways together;"
+            f" a process had at most {size_text(self.peak_bytes)}",
         ]
         if self.blocks:
             lines.append(f"quantised blocks: {self.blocks}, {self.blocks_kept} under their released scale")
@@ -233,7 +232,7 @@ def _check_disk(plan: Plan, done: dict[int, Done], work: Path) -> None:
     if needed > free:
         raise UserError(
             "convert.disk",
-            f"{needed / _GB:.1f} GB are to be written, {free / _GB:.1f} GB are free in {work.parent}",
+            f"{size_text(needed)} are to be written, {size_text(free)} are free in {work.parent}",
             "",
             "Free space, or name a target elsewhere.",
         )
@@ -319,7 +318,7 @@ class _Progress:
         self._last = now
         speed = done / (now - self._start)
         left = f", {max(0, self._total - done) / speed:.0f} s left" if speed else ""
-        self._tell(f"{done / _GB:.2f} of {self._total / _GB:.2f} GB written, {speed / _GB:.2f} GB/s{left}")
+        self._tell(f"{size_text(done)} of {size_text(self._total)} written, {size_text(speed)}/s{left}")
 
 
 def show_progress(line: str) -> None:

@@ -10,6 +10,7 @@ from moe_rl.config import Config, ModelFacts, Problem
 from moe_rl.config.host import resolve_device
 from moe_rl.config.rules import checkpoint_bytes
 from moe_rl.planner.plan import Plan
+from moe_rl.units import size_text
 
 from .node import GIB, NodeFacts
 
@@ -113,7 +114,7 @@ def _room(node: NodeFacts, needs: Needs, i: int) -> Iterator[Row]:
         )
         yield "shm", what, "Ray keeps weights in flight there.", fix
     if node.disk_gib < needs.disk_gib:
-        what = f"{node.disk_gib:.1f} GiB of disk are free for the run, its checkpoints take {needs.disk_gib:.1f} GiB"
+        what = f"{size_text(node.disk_gib * GIB)} of disk are free for the run, its checkpoints take {size_text(needs.disk_gib * GIB)}"
         fix = "Free space, choose another --run-dir, lower checkpoint.keep, or leave optimizer out of checkpoint.contents."
         yield "disk", what, "checkpoint.keep stay while the next is written.", fix
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from moe_rl.errors import RunFailed
 from moe_rl.models.weights import Box
 from moe_rl.models.wire import BLOCKS, cut_inside, is_integer, wire_bytes
+from moe_rl.units import size_text
 
 SLACK = 1.02  # how far an owner may pass its equal part for a sender that is nearer or a peer already
 
@@ -95,7 +96,7 @@ class Plan:
         source_peers = Counter(t.source for t in self.transfers)
         receiver_peers = Counter(t.receiver for t in self.transfers)
         return (
-            f"{len(self.sources)} trainer ranks send {_size(self.nbytes)} to {len(received)} receivers in one update\n"
+            f"{len(self.sources)} trainer ranks send {size_text(self.nbytes)} to {len(received)} receivers in one update\n"
             f"  a rank sends {range_text(sent.values())} to {peers_text([source_peers[r] for r in sent])} receivers\n"
             f"  a receiver takes {range_text(received.values())} from {peers_text(receiver_peers.values())} ranks"
         )
@@ -149,18 +150,9 @@ def in_bundles(plan: Plan, held: Sequence[Share]) -> tuple[Bundle, ...]:
     return tuple(sorted(out))
 
 
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def range_text(values: Collection[int]) -> str:
     low, high = min(values, default=0), max(values, default=0)
-    return _size(low) if low == high else f"{_size(low)} to {_size(high)}"
+    return size_text(low) if low == high else f"{size_text(low)} to {size_text(high)}"
 
 
 def peers_text(values: Collection[int]) -> str:

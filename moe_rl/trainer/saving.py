@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.trainer.state import SHARD_DIGESTS, RunDirectory, RunState
+from moe_rl.units import size_text
 
 REPORT = "save.json"  # what the save took, by the ranks (moe_rl/engine/shards.py)
 POLL_S = 0.05
@@ -105,7 +106,7 @@ def summary(metrics: dict[str, Any]) -> str:
     """A line about a checkpoint that became durable."""
     value = {name.removeprefix("checkpoint/"): number for name, number in metrics.items()}
     return (
-        f"checkpoint of step {value['durable']} is on disk: {value['bytes'] / 2**30:.2f} GiB, {value['write_seconds']:.1f} s"
+        f"checkpoint of step {value['durable']} is on disk: {size_text(value['bytes'])}, {value['write_seconds']:.1f} s"
         f" of writing, whole after {value['durable_seconds']:.1f} s; above what was in use: host"
         f" {value['host_peak_gib']:.2f} GiB of a rank (staged by all {value['staged_gib']:.2f}), GPU"
         f" {value['gpu_peak_gib']:.2f} GiB"
