@@ -113,12 +113,12 @@ def plan(
     measured: Annotated[Path | None, typer.Option(help="Directory of a run whose measured rates count.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What a run needs before it starts: layout, memory by phase, time of a step, checkpoints. Needs no GPU."""
+    """What a run needs before it starts: layout, memory by phase, time of a step, checkpoints. Exit code 2: a rule is broken."""
     from moe_rl.planning import run as run_planner
 
-    print(
-        run_planner(recipe, overrides or (), hw=hw, files=file or (), search=search, measured=measured, as_json=as_json)
-    )
+    run_planner(
+        recipe, overrides or (), hw=hw, files=file or (), search=search, measured=measured, as_json=as_json
+    ).give()
 
 
 @app.command()

@@ -9,18 +9,31 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_rl.config import Config, load_config
 from moe_rl.config.load import shipped
 from moe_rl.config.plan_rules import plan_problems
-from moe_rl.config.problem import raise_all
+from moe_rl.config.problem import Problem, raise_all
 from moe_rl.config.rules import model_directory
 from moe_rl.errors import UserError
 from moe_rl.models.family import read_facts
 
 MEASURED, PLANNED, RESOLVED = "measured.json", "plan.json", "config.resolved.yaml"
 PHASES = {"rollout": "rollout", "log_prob": "log_prob", "update": "update", "sync": "sync", "checkpoint": "save"}
+
+
+class Answer(NamedTuple):
+    """What the command prints, and the error that it then ends with: None where the question's answer is yes."""
+
+    text: str
+    fault: UserError | None
+
+    def give(self) -> None:
+        """Print the text, whole, and raise what is wrong."""
+        print(self.text, flush=True)
+        if self.fault is not None:
+            raise self.fault
 
 
 def run(
@@ -32,8 +45,9 @@ def run(
     search: bool,
     measured: Path | None,
     as_json: bool,
-) -> str:
-    """The text, or with `as_json` the JSON object, that the command prints.
+) -> Answer:
+    """The text, or with `as_json` the JSON object; its fault is that the configuration breaks a rule, and under `search`,
+    which asks for another layout, that none was found.
 
     Raises:
         UserError: the recipe or the model cannot be read, or its layout cannot be laid out at all.
@@ -48,20 +62,28 @@ def run(
         config = with_rates(config, measured)
     found = [p.as_dict() if as_json else p.line() for p in finder.search(config, facts)] if search else None
     problems = plan_problems(config, facts)
+
+    def answer(text: str, broken: Sequence[Problem]) -> Answer:
+        if found is None:
+            return Answer(text, _breaks(broken) if broken else None)
+        return Answer(text, None if found else _nothing_fits())
+
     if any(p.rule.startswith("layout.") for p in problems):  # there is nothing to lay out
         rules = list(map(describe_problem, problems))
         more = {"search": found} if search else {}
-        return (
+        return answer(
             json.dumps({"rules": rules} | more, indent=1)
             if as_json
-            else "\n".join(["rules that this breaks:", *(f"  {p.error()}" for p in problems), *_found(found)])
+            else "\n".join(["rules that this breaks:", *(f"  {p.error()}" for p in problems), *_found(found)]),
+            problems,
         )
     plan = Plan.of(config, facts, problems)
     levers, fraction, longest = finder.levers(plan), finder.least_offload(plan), finder.longest_response(plan)
     if as_json:
         ways: dict[str, Any] = {"levers": [dataclasses.asdict(lever) for lever in levers]}
         ways |= {"least_offload_fraction": fraction, "longest_response": longest}
-        return json.dumps(plan.as_dict() | ways | ({"search": found} if search else {}), indent=1)
+        text = json.dumps(plan.as_dict() | ways | ({"search": found} if search else {}), indent=1)
+        return answer(text, plan.problems)
     lines = [lever.line() for lever in levers]
     spread = finder.saved_by_spreading(plan)
     if spread > 0:
@@ -69,13 +91,26 @@ def run(
     share = (
         "none makes it fit" if fraction is None else f"{1 - fraction:.2%} with optimizer.offload_fraction={fraction:g}"
     )
-    text = [describe(plan, lines), f"largest share of the optimizer on the GPU that fits: {share}"]
+    parts = [describe(plan, lines), f"largest share of the optimizer on the GPU that fits: {share}"]
     if longest:
-        text += [
+        parts += [
             f"largest rollout.max_response that the GPUs have room for, one sequence a micro-batch: {longest['tokens']:,} tokens",
             f"  activations of engine.attention_backend={longest['backend']}, counted tensor by tensor: {longest['rests_on']}",
         ]
-    return "\n".join([*text, *_found(found)])
+    return answer("\n".join([*parts, *_found(found)]), plan.problems)
+
+
+def _breaks(problems: Sequence[Problem]) -> UserError:
+    named = ", ".join(dict.fromkeys(p.rule for p in problems))
+    why = "A run of it would be refused, or would end for want of memory."
+    fix = "The plan says how, rule by rule; where it is the layout, --search lists those that fit."
+    return UserError("plan.rules", f"rules are broken: {named}", why, fix)
+
+
+def _nothing_fits() -> UserError:
+    why = "Each that was tried breaks a rule, or needs more memory than machine.* says is there."
+    fix = "Mend the rules that the plan names, use its levers, or give the run more nodes."
+    return UserError("plan.search", "no layout fits", why, fix)
 
 
 def _found(found: Sequence[Any] | None) -> list[str]:

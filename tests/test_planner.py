@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_rl.cli import run as command
 from moe_rl.config import Config, load_config
 from moe_rl.config.facts import LayerWidths, ModelFacts, TensorSize
 from moe_rl.config.plan_rules import plan_problems
@@ -113,15 +114,55 @@ def test_plan_is_quick_and_needs_no_torch():
 
 def test_a_broken_layout_is_named():
     text = run("dsv4-pro", ["layout.ep=7", "layout.stages=Ett|t*59L", "layout.pp=2"], hw=None, files=(), search=False,
-               measured=None, as_json=True)  # fmt: skip
+               measured=None, as_json=True).text  # fmt: skip
     rules = {rule["id"] for rule in json.loads(text)["rules"] if not rule["ok"]}
     assert {"layout.experts", "layout.hash_layers", "layout.ep"} <= rules
+
+
+BROKEN = {
+    "layout.world": ["layout.pp=3"],
+    "layout.experts": ["layout.ep=3"],
+    "rollout.group": ["rollout.n=1"],
+    "rollout.positions": ["data.max_prompt=100000"],
+    "algorithm.minibatches": ["algorithm.minibatches=7"],
+    "checkpoint.contents": ["checkpoint.contents=[extra]"],
+    "memory.host": ["machine.host_memory_gib=0.5"],
+}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_script_can_ask_whether_a_rule_is_broken(rule, as_json, capsys):
+    """Exit code 2 with one error; the plan, or as much of it as there is, is whole on stdout all the same."""
+    assert command(["plan", "dsv4-tiny", *BROKEN[rule], *(["--json"] if as_json else [])]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: rules are broken: ") and err.count("[plan.rules]") == 1 and rule in err.split("\n")[0]
+    if as_json:
+        assert rule in {r["id"] for r in json.loads(out)["rules"] if not r["ok"]}
+    else:
+        assert f"[{rule}]\n  why: " in out.split("rules that this breaks:\n")[1]
+
+
+@pytest.mark.parametrize("name", ["dsv4-tiny", "dsv4-mini", "dsv4-flash", "dsv4-pro", "qwen3-moe-tiny", "qwen2-tiny"])
+def test_shipped_recipes_break_no_rule(name, capsys):
+    assert command(["plan", name]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_search_asks_for_another_layout(capsys):
+    """What it is asked from may be broken; only that there is no layout is a no."""
+    assert command(["plan", "dsv4-tiny", "layout.pp=3", "--search"]) == 0
+    assert "layouts that fit" in capsys.readouterr().out
+    for cause in ("machine.host_memory_gib=0.5", "rollout.n=1"):
+        assert command(["plan", "dsv4-tiny", cause, "--search", "--json"]) == 2
+        out, err = capsys.readouterr()
+        assert json.loads(out)["search"] == [] and err.startswith("error: no layout fits [plan.search]")
 
 
 def test_a_config_json_is_enough():
     source = read_facts(load_config("qwen3-moe-tiny", []).model.path).path
     text = run(f"{source}/config.json", ["engine.device=cpu", "engine.dtype=fp32", "data.max_prompt=16"], hw=None, files=(), search=True,
-               measured=None, as_json=False)  # fmt: skip
+               measured=None, as_json=False).text  # fmt: skip
     assert "layouts that fit" in text and "GiB" in text
 
 
@@ -228,8 +269,8 @@ def test_every_proposal_passes_every_rule(case):
 def test_rates_of_a_run_count(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"rates": {"decode_layer_ms": 2.12}}))
     options = dict(hw="h100", files=(), search=False, as_json=True)
-    plain = json.loads(run("dsv4-pro", [], measured=None, **options))["step"]["rollout"]
-    again = json.loads(run("dsv4-pro", [], measured=tmp_path, **options))
+    plain = json.loads(run("dsv4-pro", [], measured=None, **options).text)["step"]["rollout"]
+    again = json.loads(run("dsv4-pro", [], measured=tmp_path, **options).text)
     assert again["step"]["rollout"] == pytest.approx(2 * plain)
     assert again["rates"]["decode_layer_ms"] == {"value": 2.12, "origin": str(tmp_path / "plan.json")}
     assert "optimizers_h200.json" in again["rates"]["pcie_gbps"]["source"]
