@@ -18,6 +18,7 @@ from moe_rl.config.keys import keys
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import read_facts
 from moe_rl.planner import describe_layout, plan_stages
+from moe_rl.trainer.state import RunDirectory
 from tests.test_wrong_input import write_good
 
 
@@ -72,6 +73,46 @@ def test_explain_a_section_and_everything(capsys: pytest.CaptureFixture[str]):
     assert run(["explain", "all"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {name} = " in text for name in keys())
+
+
+RUN_AS_MODEL = {
+    "plan": ["plan", "RUN"],
+    "plan of its checkpoints": ["plan", "RUN/checkpoints"],
+    "plan from inside": ["plan", "./checkpoints"],
+    "audit": ["audit", "RUN"],
+    "convert": ["convert", "RUN", "new"],
+    "train": ["train", "mine.yaml", "model.path=RUN", "--dry-run"],
+    "launch": ["launch", "mine.yaml", "model.path=RUN"],
+}
+
+
+@pytest.mark.parametrize("arguments", RUN_AS_MODEL.values(), ids=list(RUN_AS_MODEL))
+def test_a_run_given_as_a_model_is_told_what_to_give(
+    arguments: list[str], work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One error by whichever command; what it says to give is taken by `plan`."""
+    directory = work / "a run"
+    RunDirectory(directory).create()
+    config = load_config("mine.yaml", ["engine.device=cpu", "engine.dtype=fp32"])
+    (directory / "config.resolved.yaml").write_text(config.to_yaml(origins=True))
+    if "./checkpoints" in arguments:
+        monkeypatch.chdir(directory)
+    arguments = [a.replace("RUN", str(directory)) for a in arguments]
+
+    def fix() -> str:
+        assert run(arguments) == 2
+        text = capsys.readouterr().err
+        assert text.count("[model.path]") == 1 and text.count("error: ") == 1 and "is a run's directory" in text
+        return text.split("  fix: ")[1].split("\n")[0]
+
+    assert "has no checkpoint yet" in fix()
+    for step in (5, 10):
+        shutil.copytree(work / "model", directory / "checkpoints" / f"step_{step:06d}")
+    said = fix()
+    newest, recipe = directory / "checkpoints" / "step_000010", directory / "config.resolved.yaml"
+    assert f"newest checkpoint, {newest}. " in said and f"As a recipe, {recipe} " in said
+    assert run(["plan", str(recipe)]) == 0 and run(["plan", str(newest), "data.max_prompt=16"]) == 0
+    assert "GPU memory by phase" in capsys.readouterr().out
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(work: Path, capsys: pytest.CaptureFixture[str]):

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moe_rl.cli import run
 from moe_rl.config import host
 from moe_rl.models.family import get_family
+from moe_rl.trainer.state import RunDirectory
 from tests import small_qwen
 from tests.small_v4 import model_config
 
@@ -112,6 +113,11 @@ def write(name: str, text: str) -> Edit:
     return lambda work: (work / name).write_text(text)
 
 
+def a_run(work: Path) -> None:
+    RunDirectory(work / "run").create()
+    (work / "run" / "config.resolved.yaml").write_text(RECIPE)
+
+
 def remove(name: str) -> Edit:
     return lambda work: (work / name).unlink()
 
@@ -190,6 +196,7 @@ CASES = [
     # the model
     Case("model.path that is not there", "model.path", "model.path=nowhere"),
     Case("model.path that is a file", "model.path", "model.path=mine.yaml"),
+    Case("a run's directory as a model", "model.path", "model.path=run", edit=a_run),
     Case("no config.json", "model.config", edit=remove("model/config.json")),
     Case("config.json that is not JSON", "model.config", edit=write("model/config.json", "{")),
     Case("config.json with text for a size", "model.config", edit=rewrite_json("model/config.json", hidden_size="32")),

@@ -85,6 +85,9 @@ def model_directory(config: Config) -> Iterator[Problem]:
         rule, what, fix = "model.path", f"model.path {path} does not exist", "Check the path, or download the model."
     elif not path.is_dir():
         rule, what, fix = "model.path", f"model.path {path} is not a directory", "Give the directory, not a file of it."
+    elif not file.is_file() and (instead := model_of_run(path)):
+        rule, what, fix = "model.path", f"model.path {path} is a run's directory, not a model's", instead
+        why += " A run's checkpoints hold that too, the run's directory does not."
     elif not file.is_file():
         rule, what, fix = (
             "model.config",
@@ -102,6 +105,20 @@ def model_directory(config: Config) -> Iterator[Problem]:
             why = str(error)
         rule, what, fix = "model.config", f"{file} cannot be read", "Copy it anew from the model's source."
     yield problem_of(config, rule, "model.path", what, why, fix)
+
+
+def model_of_run(path: Path) -> str:
+    """What to give in the place of a run's directory, or of the one its checkpoints lie in; "" for any other directory."""
+    run = next((run for run in (path, path.parent) if (run / "config.resolved.yaml").is_file()), None)
+    if run is None or path not in (run, run / "checkpoints"):
+        return ""
+    saved = sorted(found.parent for found in run.glob("checkpoints/step_*/config.json"))
+    checkpoint = (
+        f"Give its newest checkpoint, {saved[-1]}"
+        if saved
+        else "It has no checkpoint yet; give the model it started from"
+    )
+    return f"{checkpoint}. As a recipe, {run / 'config.resolved.yaml'} repeats the run."
 
 
 def _group(config: Config) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_rl.config.layout import default_stages, resolve_stages
+from moe_rl.config.rules import model_of_run
 from moe_rl.convert.dist import Chunk, chunks_of
 from moe_rl.convert.slots import Item, Slot, make_slots, owned
 from moe_rl.convert.tensors import FilePlan, files_like, plan_files
@@ -82,6 +83,9 @@ def make_plan(request: Request) -> Plan:
     """
     kind = recognise(request.source)
     if not kind:
+        if instead := model_of_run(request.source):
+            what = f"{request.source} is a run's directory, not a checkpoint"
+            raise UserError("model.path", what, "Its checkpoints hold the weights.", instead)
         raise broken(request.source, ["it holds neither *.safetensors nor a dist-checkpoint"])
     facts = read_facts(request.source)
     family = get_family(facts.family)
