@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.config import load_config
+from moe_rl.config.rules import disk_fix
 from moe_rl.models.family import read_facts
 from moe_rl.preflight import Needs, NodeFacts, examine, listener, problems, unfit, unreachable
 from moe_rl.preflight.node import Gpu
@@ -122,6 +123,9 @@ def test_needs_of_the_reference_run():
     assert len(needs.host_gib) == 64 and needs.host_gib[0] == needs.host_gib[1] == max(needs.host_gib)
     assert needs.host_gib[0] > 1.2 * needs.host_gib[5] and (needs.gpus, needs.shm_gib) == (8, 32.0)
     assert (needs.gpu_arch, needs.cpu_arch, needs.ports) == ("sm90", "x86_64", (29500,))
+    full = problems([replace(GOOD, disk_gib=0.0)], needs)
+    assert [p.rule for p in full] == ["node.disk"] and full[0].fix == disk_fix(config)
+    assert "optimizer" not in full[0].fix  # Pro saves none
 
 
 # ------------------------------------------------------------------------------------------------------- real machines

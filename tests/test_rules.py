@@ -234,6 +234,28 @@ def test_own_data_needs_no_files(config: Config):
     assert [p.rule for p in check(config, FACTS, own_data=True)] == ["data.template"]
 
 
+@pytest.mark.parametrize("contents", [["model"], ["model", "extra"], ["model", "optimizer"]])
+@pytest.mark.parametrize("keep, steps", [(1, 50), (2, 50), (3, 5), (2, 20), (2, 10)])
+def test_advice_on_a_full_disk_names_what_would_help(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: list[str], keep: int, steps: int
+):
+    """A key is named if and only if a run with it changed takes less; by the rule and by a node alike."""
+    monkeypatch.setattr(host, "free_bytes", lambda path: 0)
+    config.checkpoint.contents, config.checkpoint.keep, config.trainer.steps = contents, keep, steps
+
+    def taken() -> float:
+        [problem] = check(config, FACTS, run_dir=tmp_path)
+        assert problem.rule == "checkpoint.disk"
+        return int(problem.what.split()[0]) * checkpoint_bytes(config, FACTS)
+
+    before, [problem] = taken(), check(config, FACTS, run_dir=tmp_path)
+    config.checkpoint.keep = 1
+    assert ("lower checkpoint.keep" in problem.fix) is (taken() < before)
+    config.checkpoint.keep, config.checkpoint.contents = keep, [part for part in contents if part != "optimizer"]
+    assert ("leave optimizer out" in problem.fix) is (taken() < before)
+    assert problem.fix.startswith("Free space") and problem.fix.count(" or ") == 1
+
+
 def test_port(config: Config):
     with socket.socket() as s:
         s.bind(("", 0))

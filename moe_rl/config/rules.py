@@ -410,10 +410,23 @@ def checkpoint_bytes(config: Config, facts: ModelFacts) -> int:
     return facts.num_parameters * per_parameter
 
 
+def most_checkpoints(config: Config, keep: int) -> int:
+    """How many lie on disk at most: the newest is complete before the oldest goes."""
+    return min(keep + 1, -(-config.trainer.steps // config.checkpoint.every))
+
+
+def disk_fix(config: Config) -> str:
+    """What would make room for the checkpoints: of the keys those that change something."""
+    ways = ["Free space", "choose another --run-dir"]
+    if most_checkpoints(config, 1) < most_checkpoints(config, config.checkpoint.keep):
+        ways.append("lower checkpoint.keep")
+    if "optimizer" in config.checkpoint.contents:
+        ways.append("leave optimizer out of checkpoint.contents")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}."
+
+
 def _disk(config: Config, facts: ModelFacts, run_dir: Path) -> Iterator[Problem]:
-    one = checkpoint_bytes(config, facts)
-    # the newest is complete before the oldest goes
-    kept = min(config.checkpoint.keep + 1, -(-config.trainer.steps // config.checkpoint.every))
+    one, kept = checkpoint_bytes(config, facts), most_checkpoints(config, config.checkpoint.keep)
     free = host.free_bytes(run_dir)
     if one * kept > free:
         yield problem_of(
@@ -422,5 +435,5 @@ def _disk(config: Config, facts: ModelFacts, run_dir: Path) -> Iterator[Problem]
             "checkpoint.keep",
             f"{kept} checkpoint(s) of {size_text(one)} do not fit: {run_dir} has {size_text(free)} free",
             "checkpoint.keep stay on disk while the next is written.",
-            "Free space, choose another --run-dir, lower checkpoint.keep or leave optimizer out of checkpoint.contents.",
+            disk_fix(config),
         )

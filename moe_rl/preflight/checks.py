@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from moe_rl.config import Config, ModelFacts, Problem
 from moe_rl.config.host import resolve_device
-from moe_rl.config.rules import checkpoint_bytes
+from moe_rl.config.rules import checkpoint_bytes, disk_fix, most_checkpoints
 from moe_rl.planner.plan import Plan
 from moe_rl.units import size_text
 
@@ -21,7 +21,8 @@ SHM_SHARE = 0.95  # of what is free there, the most that Ray takes for its objec
 
 @dataclass(frozen=True)
 class Needs:
-    """GiB: on each of a node's GPUs and of each node's memory (a value for each node), of /dev/shm, and of the disk."""
+    """GiB: on each of a node's GPUs and of each node's memory (a value for each node), of /dev/shm, and of the disk;
+    `disk_fix` says what would make that less."""
 
     gpus: int
     gpu_gib: Sequence[float]
@@ -31,6 +32,7 @@ class Needs:
     gpu_arch: str = ""
     cpu_arch: str = ""
     ports: tuple[int, ...] = ()
+    disk_fix: str = "Free space or choose another --run-dir."
 
     @classmethod
     def of(cls, config: Config, facts: ModelFacts) -> Needs:
@@ -42,7 +44,7 @@ class Needs:
             {rank // width for rank in range(node * cluster.gpus_per_node, (node + 1) * cluster.gpus_per_node)}
             for node in range(cluster.nodes)
         ]
-        kept = min(config.checkpoint.keep + 1, -(-config.trainer.steps // config.checkpoint.every))
+        kept = most_checkpoints(config, config.checkpoint.keep)
         return cls(
             gpus=cluster.gpus_per_node if on_gpu else 0,
             gpu_gib=[max(gpu[stage] for stage in stages) / GIB for stages in held],
@@ -52,6 +54,7 @@ class Needs:
             gpu_arch=cluster.gpu_arch if on_gpu else "",
             cpu_arch=cluster.cpu_arch,
             ports=(cluster.port,) if cluster.port else (),
+            disk_fix=disk_fix(config),
         )
 
 
@@ -115,8 +118,7 @@ def _room(node: NodeFacts, needs: Needs, i: int) -> Iterator[Row]:
         yield "shm", what, "Ray keeps weights in flight there.", fix
     if node.disk_gib < needs.disk_gib:
         what = f"{size_text(node.disk_gib * GIB)} of disk are free for the run, its checkpoints take {size_text(needs.disk_gib * GIB)}"
-        fix = "Free space, choose another --run-dir, lower checkpoint.keep, or leave optimizer out of checkpoint.contents."
-        yield "disk", what, "checkpoint.keep stay while the next is written.", fix
+        yield "disk", what, "checkpoint.keep stay while the next is written.", needs.disk_fix
 
 
 def _links(node: NodeFacts, i: int) -> Iterator[Row]:
