@@ -82,7 +82,7 @@ def train(
         from moe_rl.trainer.inputs import read_inputs
         from moe_rl.trainer.judging import Judge
 
-        inputs = read_inputs(config, directory)
+        inputs = read_inputs(config, directory, resume=resume)
         with Judge(config):  # a verifier of the user's is imported only when it is started
             print(describe(config, inputs))
         return

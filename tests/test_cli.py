@@ -115,6 +115,34 @@ def test_a_run_given_as_a_model_is_told_what_to_give(
     assert "GPU memory by phase" in capsys.readouterr().out
 
 
+PARTS = (["model"], ["model", "extra"], ["model", "optimizer"], ["model", "optimizer", "extra"])
+
+
+@pytest.mark.parametrize("saved", PARTS, ids="+".join)
+@pytest.mark.parametrize("loaded", [[], *PARTS], ids=lambda parts: "+".join(parts) or "all")
+def test_what_a_resume_loads_must_be_saved_by_the_run_or_be_another_runs(
+    saved: list[str], loaded: list[str], work: Path, capsys: pytest.CaptureFixture[str]
+):
+    """With a checkpoint of its own, without one, and by its path: refused by keys and origins; another run's may hold more."""
+    mine, other = RunDirectory(work / "mine"), RunDirectory(work / "other")
+    for run_directory in (mine, other):
+        run_directory.create()
+        (run_directory.checkpoints / "step_000001").mkdir()
+    keys = [f"checkpoint.contents=[{','.join(saved)}]", f"checkpoint.load_contents=[{','.join(loaded)}]"]
+    command = ["train", "mine.yaml", "engine.device=cpu", "engine.dtype=fp32", *keys, "--dry-run", "--run-dir"]
+    own = {"new": "auto", "mine": "auto", "never": "never", str(mine.path): str(mine.checkpoints / "step_000001")}
+    for directory, resume in own.items():
+        code, said = run([*command, directory, "--resume", resume]), capsys.readouterr().err
+        assert code == (0 if set(loaded) <= set(saved) else 2), said
+        if code:
+            assert "checkpoint.load_contents from command line, checkpoint.contents from command line" in said
+            assert (
+                said.count("[checkpoint.load_contents]") == 1
+                and ", ".join(sorted(set(loaded) - set(saved), reverse=True)) in said
+            )
+    assert run([*command, "new", "--resume", str(other.checkpoints / "step_000001")]) == 0
+
+
 def test_dry_run_prints_the_plan_and_starts_nothing(work: Path, capsys: pytest.CaptureFixture[str]):
     assert run(["train", "mine.yaml", "rollout.n=4", "--dry-run"]) == 0
     text = capsys.readouterr().out

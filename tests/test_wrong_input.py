@@ -281,6 +281,12 @@ CASES = [
         "algorithm.old_logprobs=update algorithm.minibatches=2",
     ),
     Case("checkpoints without the weights", "checkpoint.contents", "checkpoint.contents=[optimizer]"),
+    Case(
+        "a resume of what is not saved",
+        "checkpoint.load_contents",
+        "checkpoint.contents=[model] checkpoint.load_contents=[model,optimizer]",
+        says="asks for optimizer",
+    ),
     Case("a resume without the weights", "checkpoint.load_contents", "checkpoint.load_contents=[optimizer,extra]"),
     # the machine
     Case("a GPU asked for where there is none", "engine.device", "engine.device=cuda"),

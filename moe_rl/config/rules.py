@@ -32,12 +32,14 @@ def check(
     run_dir: Path | None = None,
     own_data: bool = False,
     here: bool = True,
+    foreign_checkpoint: bool = False,
 ) -> list[Problem]:
     """Every problem of a run, in the order of the schema's sections.
 
     `facts` are the model's (None: the rules that need them are left out), `run_dir` the directory the run will write
     (None: its disk is not looked at), `own_data` says that the caller hands the records over instead of data.train,
-    `here` that it will run on this machine, whose devices and ports are looked at.
+    `here` that it will run on this machine, whose devices and ports are looked at, `foreign_checkpoint` that it starts from
+    a checkpoint of another run.
     """
     problems = value_problems(config)
     problems += model_directory(config)
@@ -48,6 +50,8 @@ def check(
         problems += rule(config)
     if not own_data:
         problems += _data(config)
+    if not foreign_checkpoint:
+        problems += _own_checkpoints(config)
     if facts is not None:
         for facts_rule in (_lengths, weights, _tokenizer):
             problems += facts_rule(config, facts)
@@ -68,10 +72,15 @@ def scoring_problems(config: Config, facts: ModelFacts | None) -> list[Problem]:
 
 
 def preflight(
-    config: Config, facts: ModelFacts | None = None, *, run_dir: Path | None = None, own_data: bool = False
+    config: Config,
+    facts: ModelFacts | None = None,
+    *,
+    run_dir: Path | None = None,
+    own_data: bool = False,
+    foreign_checkpoint: bool = False,
 ) -> None:
     """Raise one UserError that names every problem :func:`check` finds."""
-    raise_all(check(config, facts, run_dir=run_dir, own_data=own_data))
+    raise_all(check(config, facts, run_dir=run_dir, own_data=own_data, foreign_checkpoint=foreign_checkpoint))
 
 
 def model_directory(config: Config) -> Iterator[Problem]:
@@ -342,6 +351,19 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             f"checkpoint.load_contents {wanted} has no model",
             "Moments, schedule and data position belong to the weights of the same checkpoint.",
             "Add model to it, or leave it empty to load all that a checkpoint holds.",
+        )
+
+
+def _own_checkpoints(config: Config) -> Iterator[Problem]:
+    saved, wanted = config.checkpoint.contents, config.checkpoint.load_contents
+    if lacking := ", ".join(part for part in wanted if part not in saved):
+        yield problem_of(
+            config,
+            "checkpoint.load_contents",
+            "checkpoint.load_contents checkpoint.contents",
+            f"checkpoint.load_contents {wanted} asks for {lacking}, which checkpoint.contents {saved} does not save",
+            "No resume from the run's own checkpoints would be possible.",
+            f"Add {lacking} to checkpoint.contents, or leave checkpoint.load_contents empty to load all that a checkpoint holds.",
         )
 
 

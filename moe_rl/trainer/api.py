@@ -81,7 +81,8 @@ class GRPOTrainer:
         self.config = config
         stem = Path(config.recipe or "run").stem
         self.run = RunDirectory(Path(run_dir or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
-        self.inputs = read_inputs(config, self.run.path, reward=reward, dataset=dataset, validation=validation)
+        given: dict[str, Any] = {"reward": reward, "dataset": dataset, "validation": validation}
+        self.inputs = read_inputs(config, self.run.path, **given, resume=resume)
         self.arch = json.loads(
             json.dumps(dataclasses.asdict(self.inputs.arch))
         )  # as a checkpoint's state.json holds it

@@ -14,6 +14,7 @@ from moe_rl.data.tokenizer import Tokenizer, load_tokenizer
 from moe_rl.errors import UserError
 from moe_rl.models.family import get_family, read_facts, special_ids
 from moe_rl.rewards import describe as describe_verifier
+from moe_rl.trainer.state import is_foreign
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -36,21 +37,24 @@ def read_inputs(
     reward: Callable[..., Any] | None = None,
     dataset: Rows | None = None,
     validation: Rows | str | None = None,
+    resume: str = "auto",
 ) -> Inputs:
     """Rules, model files, verifier, data: in this order, all checked, nothing started or written.
 
     Args:
         run_dir: where the run would write; its disk is looked at.
         reward, dataset, validation: given in place of `reward.name`, `data.train` and `data.validation`.
+        resume: as for :class:`moe_rl.trainer.api.GRPOTrainer`; whether the checkpoint is one of this run's own is looked at.
 
     Raises:
         UserError: anything in them is wrong.
     """
     own_data = dataset is not None
+    given: dict[str, Any] = {"own_data": own_data, "foreign_checkpoint": is_foreign(resume, run_dir)}
     if any(model_directory(config)):  # the model's facts can be read only where model.path is right
-        preflight(config, run_dir=run_dir, own_data=own_data)
+        preflight(config, run_dir=run_dir, **given)
     facts = read_facts(config.model, config.model.family)
-    preflight(config, facts, run_dir=run_dir, own_data=own_data)
+    preflight(config, facts, run_dir=run_dir, **given)
     family = get_family(facts.family)
     family.check_weights(config.model)
     ends, _ = special_ids(config.model, facts.vocab_size)

@@ -249,6 +249,17 @@ def checkpoint_of(path: Path) -> Path:
     return RunDirectory(path).latest() or path
 
 
+def is_foreign(resume: str, run_dir: Path) -> bool:
+    """Whether `--resume` names a checkpoint that the run in `run_dir` has not saved.
+
+    Raises:
+        RunFailed: it names a run whose newest checkpoint is not there.
+    """
+    if resume in ("auto", "never"):
+        return False
+    return checkpoint_of(Path(resume)).parent.resolve() != RunDirectory(run_dir).checkpoints.resolve()
+
+
 def read_state(checkpoint: Path) -> RunState:
     """The state of a checkpoint directory.
 
