@@ -197,8 +197,10 @@ def _digests(found: Audit, path: Path, stored: Mapping[str, Stored], table: Weig
     hashes = {}
     with Reader(path, stored) as reader:
         for name, place in stored.items():
+            if place.dtype not in SIZES:
+                continue  # already a problem
             sha = hashlib.sha256()
-            rows = place.shape[0] if place.shape else 1
+            rows = 0 if 0 in place.shape else place.shape[0] if place.shape else 1
             step = max(1, rows * (16 << 20) // max(1, SIZES.get(place.dtype, 8) * math.prod(place.shape)))
             for start in range(0, rows, step):
                 part = reader.rows(name, start, min(start + step, rows))

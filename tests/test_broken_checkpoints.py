@@ -122,6 +122,12 @@ def no_index(b: Broken) -> list[str]:
     return [f"{INDEX} is not an index"]
 
 
+def twice_in_the_index(b: Broken) -> list[str]:
+    text = json.dumps({"weight_map": b.index})
+    (b.path / INDEX).write_text(f'{text[:-2]}, "norm.weight": {json.dumps(b.index["norm.weight"])}}}}}')
+    return [f"{INDEX} is not an index (norm.weight is in it twice)"]
+
+
 def path_in_the_index(b: Broken) -> list[str]:
     b.index = b.index | {"norm.weight": "../elsewhere.safetensors"}
     return [f"{INDEX} names ../elsewhere.safetensors, which is no file name"]
@@ -272,6 +278,7 @@ BREAKS = [
     promised_by_the_index,
     empty_index,
     no_index,
+    twice_in_the_index,
     path_in_the_index,
     missing_scale,
     scale_without_weight,
@@ -386,7 +393,11 @@ def test_a_foreign_dtype_is_refused(
     header[A]["dtype"] = dtype
     text = json.dumps(header).encode()
     (root / FILE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    for command in (["audit", str(root)], ["convert", str(root), str(tmp_path / "out")]):
+    for command in (
+        ["audit", str(root)],
+        ["audit", str(root), "--digests"],
+        ["convert", str(root), str(tmp_path / "out")],
+    ):
         assert run(command) == 2
         assert f"{A} is {dtype}, not F32 ({FILE})" in capsys.readouterr().err
 
@@ -400,6 +411,57 @@ def test_deeply_nested_json_is_refused(
     for command in (["audit", str(root)], ["convert", str(root), str(tmp_path / "out")]):
         assert run(command) == 2
         assert file in capsys.readouterr().err
+
+
+def raw(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A change of a tensor's bytes as one of the tensor: few operations take elements of one byte."""
+    return lambda t: change(t.view(torch.uint8)).view(t.dtype)
+
+
+NORM, PROJ, EXPERT = "mtp.0.enorm.weight", "mtp.0.e_proj", "mtp.0.ffn.experts.1.w1"
+PASSED_OVER: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor] | None, str]] = {  # None: without the tensor
+    "unknown floats": (NORM, lambda t: t.double(), f"1 of an unknown dtype: {NORM} is F64"),
+    "unknown integers": (NORM, lambda t: t.short(), f"1 of an unknown dtype: {NORM} is I16"),
+    "truth": (NORM, lambda t: t > 0, f"1 of an unknown dtype: {NORM} is BOOL"),
+    "codes of what has no scale": (NORM, lambda t: t.to(torch.float8_e4m3fn), "1 missing: mtp.0.enorm.scale"),
+    "empty": (NORM, lambda t: t[:0], f"{NORM} is [0]: no values"),
+    "FP8 without scale": (f"{PROJ}.scale", None, f"1 missing: {PROJ}.scale ({PROJ}.weight is in "),
+    "MXFP4 without scale": (f"{EXPERT}.scale", None, f"1 missing: {EXPERT}.scale ({EXPERT}.weight is in "),
+    "scale without weight": (f"{PROJ}.weight", None, f"1 missing: {PROJ}.weight ({PROJ}.scale is in "),
+    "scale of what is plain": (f"{PROJ}.weight", lambda t: t.float(), f"as {PROJ}.weight is not quantised"),
+    "fewer FP8 scales": (f"{PROJ}.scale", raw(lambda t: t[:1]), f"is [160, 160] and {PROJ}.scale [1, 2]"),
+    "more FP8 scales": (f"{PROJ}.scale", raw(lambda t: t.repeat(3, 1)), f"is [160, 160] and {PROJ}.scale [6, 2]"),
+    "fewer MXFP4 scales": (f"{EXPERT}.scale", raw(lambda t: t[:, :2]), f"is [96, 80] and {EXPERT}.scale [96, 2]"),
+    "one axis": (f"{PROJ}.weight", raw(lambda t: t[0]), f"{PROJ}.weight is [160] and"),
+    "bf16 FP8 scales": (f"{PROJ}.scale", lambda t: t.bfloat16(), f"{PROJ}.scale is BF16, not F8_E8M0 or F32"),
+    "float MXFP4 scales": (f"{EXPERT}.scale", lambda t: t.float(), f"{EXPERT}.scale is F32, not F8_E8M0"),
+}
+
+
+@pytest.mark.parametrize("case", PASSED_OVER)
+def test_prediction_layers_that_are_no_values_are_refused(
+    case: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are passed over, but kept: as numbers (bf16) or as they are (dist); no table gives their shapes."""
+    name, change, says = PASSED_OVER[case]
+    root = shutil.copytree(whole, tmp_path / "v4")
+    b = Broken(root)
+    file = b.drop(name) if change is None else b.replace(name, change)
+    convert = ["convert", str(root), str(tmp_path / "out"), "--to"]
+    for command in (["audit", str(root)], ["audit", str(root), "--digests"], [*convert, "dist"], [*convert, "bf16"]):
+        assert run(command) == 2
+        said = capsys.readouterr().err
+        assert says in said and file in said
+    assert {path.name for path in tmp_path.iterdir()} == {"v4"}
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "\u00fc" * 128, "", ".", "a/b"])
+def test_an_index_of_what_is_no_file_name_is_refused(name: str, whole: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(whole, tmp_path / "v4")
+    b = Broken(root)
+    b.index = b.index | {"norm.weight": name}
+    with pytest.raises(UserError, match="which is no file name"):
+        start(root)
 
 
 @pytest.mark.parametrize("damage", BREAKS, ids=lambda f: f.__name__)

@@ -283,7 +283,9 @@ def test_a_stopped_call_leaves_no_process_and_is_continued(sent: signal.Signals,
         "from tests.test_convert import run_slowly\n"
         f"job.run_in_process = run_slowly\n"
         f"plan.Request.__init__.__defaults__ = (*plan.Request.__init__.__defaults__[:-1], {PARTS})\n"
-        "if __name__ == '__main__': cli.main()\n"
+        "if __name__ == '__main__':\n"
+        "    import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # not so under `nohup ... &`\n"
+        "    cli.main()\n"
     )
     script = tmp_path / "script.py"
     script.write_text(code)
@@ -388,17 +390,39 @@ def _link(path: Path) -> Path:
 
 
 def test_a_plain_model_goes_to_dist_in_its_own_precision(tmp_path: Path):
-    """dsv4-tiny is in fp32: no bit is lost on the way to a dist-checkpoint."""
+    """dsv4-tiny is in fp32: no bit is lost on the way to a dist-checkpoint, and to another layout's."""
     from moe_rl.config.load import ASSETS
 
     source = ASSETS / "models" / "dsv4-tiny"
-    convert(Request(source, tmp_path / "dist", "dist"))
+    convert(Request(source, tmp_path / "first", "dist"))
+    convert(Request(tmp_path / "first", tmp_path / "dist", "dist", ep=2))
     (weights,) = run_ranks(_weights_of, 1, str(tmp_path / "dist"), {})
     raw = raw_tensors(source)
     assert weights.keys() == raw.keys() and (tmp_path / "dist" / "tokenizer.json").is_file()
     for name, blocks in weights.items():
         (value,) = blocks.values()
         assert np.array_equal(value, raw[name].double().numpy()), name
+
+
+@pytest.mark.parametrize("way", ["plain", "dist"])
+def test_a_value_that_bf16_cannot_hold_is_refused(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is finite in an fp32 source, and would be infinite in the target."""
+    from safetensors.torch import save_file
+
+    from moe_rl.config.load import ASSETS
+
+    source = shutil.copytree(ASSETS / "models" / "dsv4-tiny", tmp_path / "source")
+    tensors = raw_tensors(source)
+    tensors["layers.0.attn_norm.weight"][3] = -3.4e38
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    says = "is -3.4e+38 at [3], too large for bfloat16"
+    if way == "dist":
+        assert run(["convert", str(source), str(tmp_path / "dist")]) == 0
+        source = tmp_path / "dist"
+    assert run(["convert", str(source), str(tmp_path / "bf16"), "--to", "bf16"]) == 2
+    said = capsys.readouterr().err
+    assert "layers.0.attn_norm.weight" in said and says in said
+    assert not (tmp_path / "bf16").exists()
 
 
 def test_transformer_engine_beside_it_is_left_alone(released: Path, tmp_path: Path):

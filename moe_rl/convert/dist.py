@@ -252,6 +252,14 @@ def surplus(reader: DistReader, slots: Sequence[Slot]) -> list[str]:
     return sorted(key for key in reader.shapes if key not in known and not key.startswith(OPTIMIZER_KEYS))
 
 
+def is_fp32(root: Path) -> bool:
+    """Whether no parameter of a dist-checkpoint is stored in fewer bits than fp32."""
+    dtypes = DistReader(root).dtypes
+    return not any(
+        d.is_floating_point and d.itemsize < 4 for k, d in dtypes.items() if not k.startswith(OPTIMIZER_KEYS)
+    )
+
+
 def changed_files(root: Path, names: Iterable[str] | None = None) -> list[str]:
     """The files of a dist-checkpoint (or those named) that are not the ones whose SHA-256 was recorded."""
     from moe_rl.engine.hashed import sha256

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from moe_rl.config.layout import default_stages, resolve_stages
 from moe_rl.config.rules import model_of_run
-from moe_rl.convert.dist import Chunk, chunks_of
+from moe_rl.convert.dist import Chunk, chunks_of, is_fp32
 from moe_rl.convert.slots import Item, Slot, make_slots, owned
 from moe_rl.convert.tensors import FilePlan, files_like, plan_files
 from moe_rl.errors import UserError
@@ -146,8 +146,10 @@ def _origin(
 
 def _dtype(request: Request, kind: str, stored: Mapping[str, Stored], wire: Wire, table: WeightTable) -> str:
     """fp32 where the source is in fp32 and a dist-checkpoint is asked for, which can hold it; else bf16."""
-    if request.to != "dist" or wire.quantised or kind == "dist":
+    if request.to != "dist" or wire.quantised:
         return "bf16"
+    if kind == "dist":
+        return "fp32" if is_fp32(request.source) else "bf16"
     plain = [stored[e.name].dtype for e in table.entries if e.spec.dtype == "bf16"]
     return "fp32" if plain and plain.count("F32") * 2 > len(plain) else "bf16"
 

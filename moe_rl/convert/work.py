@@ -21,7 +21,7 @@ from moe_rl.lifetime import end_with_parent
 from moe_rl.models import codec
 from moe_rl.models.headers import broken
 from moe_rl.models.load import check_experts
-from moe_rl.models.reader import DTYPES, Reader, all_finite, row_steps
+from moe_rl.models.reader import DTYPES, Reader, not_finite, row_steps
 from moe_rl.models.weights import Entry, torch_dtype
 from moe_rl.models.wire import E8M0, FP8_BLOCK, MXFP4_BLOCK, scale_name
 
@@ -129,8 +129,8 @@ class Worker:
         else:
             value, file = self._values.rows(name, start, stop), "dist-checkpoint"
             encoded = request.to == "released" and self.plan.out.kind(entry)  # the encoder refuses what is not finite
-            if value.is_floating_point() and not encoded and not all_finite(value):
-                raise broken(request.source, [f"{name} is not finite"])
+            if not encoded and (problem := not_finite(value, entry, self._dtype, start)):
+                raise broken(request.source, [f"{name} {problem}"])
         if not value.is_floating_point() and value.numel():
             check_experts(value, name, file, self.table.experts, request.source)
         return value

@@ -19,6 +19,7 @@ from moe_rl.models.wire import SIZES
 INDEX = "model.safetensors.index.json"
 DIST_MARKS = (".metadata", "metadata.json")  # of torch's distributed checkpoints, and megatron-core's beside it
 DIST_DIGESTS = "integrity.json"  # file name -> SHA-256, of the dist-checkpoints written here
+_LONGEST_NAME = 255  # bytes of a file's name; a longer one is an error of the file system, not a missing file
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
@@ -131,7 +132,8 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:
             raise broken(root, ["no *.safetensors file"])
         return files, {}
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        whole = json.loads(index.read_text(), object_pairs_hook=_each_once)
+        weight_map: dict[str, str] = whole["weight_map"]
         files = sorted(set(weight_map.values()))
         if not all(isinstance(file, str) for file in files):
             raise TypeError("weight_map names a file by what is no text")
@@ -139,10 +141,16 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:
         raise broken(root, [f"{INDEX} is not an index ({error})"]) from None
     if not files:
         raise broken(root, [f"{INDEX} names no file"])
-    outside = [f"{INDEX} names {file}, which is no file name" for file in files if Path(file).name != file]
+    outside = [
+        f"{INDEX} names {file or 'a file without a name'}, which is no file name"
+        for file in files
+        if not file or Path(file).name != file or len(file.encode(errors="replace")) > _LONGEST_NAME
+    ]
+    if outside:
+        raise broken(root, outside)
     missing = [f"{file} is missing, {INDEX} names it" for file in files if not (root / file).is_file()]
-    if outside or missing:
-        raise broken(root, outside or missing)
+    if missing:
+        raise broken(root, missing)
     return files, weight_map
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,10 +100,22 @@ class Reader:
         except UserError as error:
             files = sorted({self.stored[name].file, self.stored[scale_name(name)].file})
             raise broken(self.root, [f"{error.what} ({', '.join(files)}): {error.why}"]) from None
-        if weight.is_floating_point() and not all_finite(weight):
-            at = (~torch.isfinite(weight)).nonzero()[0].tolist()
-            raise broken(self.root, [f"{name} ({self.stored[name].file}) is not finite at {[start + at[0], *at[1:]]}"])
+        if problem := not_finite(weight, entry, dtype, start):
+            raise broken(self.root, [f"{name} ({self.stored[name].file}) {problem}"])
         return weight
+
+
+def not_finite(values: torch.Tensor, entry: Entry, dtype: torch.dtype, start: int = 0) -> str:
+    """What keeps rows from `start` of an unquantised entry from floating `dtype` (fp32 where the entry is), in words; ""
+    if nothing: a value is not finite, or becomes so when it is rounded."""
+    if not values.is_floating_point():
+        return ""
+    held = values if entry.spec.dtype == "fp32" else values.to(dtype)
+    if all_finite(held):
+        return ""
+    place = (~torch.isfinite(held)).nonzero()[0].tolist()
+    value, at = float(values[tuple(place)]), [start + place[0], *place[1:]] if place else []
+    return f"is {value:g} at {at}, too large for {str(dtype)[6:]}" if math.isfinite(value) else f"is not finite at {at}"
 
 
 def all_finite(values: torch.Tensor) -> bool:

@@ -216,6 +216,35 @@ def mismatches(table: WeightTable, stored: Mapping[str, Placed], wire: Wire) -> 
             why = f", which {'is not there' if owner not in stored else 'is not quantised'}" if owner != name else ""
             scale_of = f", the scale of {owner}{why}" if name.endswith(".scale") and owner in taken else ""
             yield "not a tensor of this model", f"{name} ({stored[name].file}{scale_of})"
+        elif problem := _unreadable(name, stored):
+            yield problem
+
+
+def _unreadable(name: str, stored: Mapping[str, Placed]) -> tuple[str, str] | None:
+    """(kind of problem, tensor) of one that is passed over, whose shape no table gives: what cannot be read as a value."""
+    place, owner, scale = stored[name], name.removesuffix("scale") + "weight", scale_name(name)
+    if place.dtype not in SIZES:
+        return "of an unknown dtype", f"{name} is {place.dtype} ({place.file})"
+    if name.endswith(".scale"):
+        if owner not in stored:
+            return "missing", f"{owner} ({name} is in {place.file})"
+        coded = stored[owner].dtype in (FP8, *BYTES)
+        return None if coded else ("not a tensor of this model", f"{name} ({place.file}), as {owner} is not quantised")
+    if 0 in place.shape:
+        return "of another shape", f"{name} is {list(place.shape)}: no values ({place.file})"
+    if place.dtype not in (FP8, *BYTES):
+        return None
+    if not name.endswith(".weight") or scale not in stored:
+        return "missing", f"{scale} ({name} is in {place.file})"
+    found = stored[scale]
+    step, dtypes = ((FP8_BLOCK, FP8_BLOCK), SCALES) if place.dtype == FP8 else ((1, MXFP4_BLOCK // 2), (E8M0,))
+    if found.dtype not in dtypes:
+        return "of another dtype", f"{scale} is {found.dtype}, not {' or '.join(dtypes)} ({found.file})"
+    wanted = [-(-size // n) for size, n in zip(place.shape, step, strict=False)]
+    if len(place.shape) != len(step) or list(found.shape) != wanted:
+        both = f"{name} is {list(place.shape)} and {scale} {list(found.shape)}"
+        return "of another shape", f"{both} ({', '.join(sorted({place.file, found.file}))})"
+    return None
 
 
 def _fits(found: str, wanted: str, quantised: bool) -> bool:
