@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from moe_rl.config.figures import UNVERIFIED
 from moe_rl.config.layout import resolve_stages
+from moe_rl.config.layout_rules import fit_problems
+from moe_rl.config.problem import raise_all
 from moe_rl.errors import MoeRLError, UserError
 from moe_rl.models.family import Model, directory, get_family, read_config, read_facts
 from moe_rl.models.headers import Stored, listed, recognise, scan_headers
@@ -88,7 +90,7 @@ class Audit:
         if self.unverified:
             lines.append(f"not verified, and set by model.config.NAME=VALUE: {', '.join(self.unverified)}")
         if self.tensors:
-            over = f", {self.passed_over} of them passed over (prediction layers)" if self.passed_over else ""
+            over = f", {self.passed_over} of them passed over (prediction layers, copies)" if self.passed_over else ""
             lines.append(f"tensors on disk: {len(self.tensors)}{over}")
         lines += [
             f"{a.layout}: {a.coordinates} coordinates built, {_big(a.least)} to {_big(a.most)} parameters each, together the"
@@ -124,6 +126,7 @@ def audit(
         UserError: there is no usable config.json, or a layout cannot be built at all.
     """
     facts, path, config = read_facts(model, family), directory(model), read_config(model)
+    raise_all([problem for sizes in layouts for problem in fit_problems(facts, sizes)])
     kind = get_family(facts.family)
     arch = kind.read_arch(model)
     table = kind.weight_table(arch)
@@ -181,7 +184,7 @@ def _audit_tensors(found: Audit, path: Path, table: WeightTable, digests: bool) 
     owner = {piece.name: entry.name for entry in table.entries for piece in wire.pieces(entry)}
     hashes = _digests(found, path, stored, table, wire) if digests else {}
     for name, place in stored.items():
-        over = bool(table.ignored) and name.startswith(table.ignored) and name not in owner
+        over = name not in owner and (name in table.copies or name.startswith(table.ignored))
         found.passed_over += over
         belongs = "" if over else owner.get(name, "")
         found.tensors.append(Listed(name, place.dtype, place.shape, place.file, belongs, hashes.get(name, "")))
@@ -206,6 +209,11 @@ def _digests(found: Audit, path: Path, stored: Mapping[str, Stored], table: Weig
                 part = reader.rows(name, start, min(start + step, rows))
                 sha.update(memoryview(part.reshape(-1).view(torch.uint8).numpy()))
             hashes[name] = sha.hexdigest()
+        found.problems += [
+            f"{name} ({stored[name].file}) has other values than {of}, but config.json ties them"
+            for name, of in table.copies.items()
+            if name in hashes and of in hashes and hashes[name] != hashes[of]
+        ]
         bad = {name.split(" ")[0] for problem in found.problems for name in problem.split(": ", 1)[-1].split(", ")}
         for entry in table.entries:
             if entry.name in bad or scale_name(entry.name) in bad or entry.name not in stored:
@@ -263,7 +271,7 @@ def _audit_layout(
     ranks = {name: sizes.get(name, 1) for name in ("pp", "ep", "tp", "etp", "vpp")}
     layout = Layout(stages, **ranks)
     name = " ".join(f"{k}={v}" for k, v in ranks.items() if v != 1) or "one rank"
-    boxes: dict[str, dict[tuple, set[int]]] = {}
+    boxes: dict[str, dict[tuple, set[str]]] = {}
     counts: list[int] = []
     with single_process():
         for pp_rank, shard in coordinates(layout):
@@ -293,7 +301,7 @@ def _collect(
     layout: Any,
     pp_rank: int,
     shard: Any,
-    boxes: dict[str, dict[tuple, set[int]]],
+    boxes: dict[str, dict[tuple, set[str]]],
 ) -> int:
     """Add the blocks of one rank; the number of its parameters.
 
@@ -304,13 +312,14 @@ def _collect(
     from moe_rl.errors import RunFailed
 
     count = 0
-    for chunk in meta_chunks(family, arch, layout, pp_rank, shard):
+    for number, chunk in enumerate(meta_chunks(family, arch, layout, pp_rank, shard)):
+        stage = f"{pp_rank}.{number}" if layout.vpp > 1 else str(pp_rank)
         known = set()
         for name, parts in table.trainer_parts(chunk, shard).items():
             for part in parts:
                 known.add(part.view.untyped_storage()._cdata)
                 held = boxes.setdefault(name, {}).setdefault((part.start, tuple(part.view.shape)), set())
-                held.add(pp_rank)
+                held.add(stage)
         state = {n: t for n, t in chunk.state_dict().items() if hasattr(t, "untyped_storage")}
         outside = [n for n, t in state.items() if t.untyped_storage()._cdata not in known]
         if outside:
@@ -319,7 +328,7 @@ def _collect(
     return count
 
 
-def _uncovered(table: WeightTable, boxes: Mapping[str, Mapping[tuple, set[int]]]) -> Iterator[str]:
+def _uncovered(table: WeightTable, boxes: Mapping[str, Mapping[tuple, set[str]]]) -> Iterator[str]:
     """What the ranks of a layout lack or hold in two places."""
     missing: list[str] = []
     for entry in table.entries:
@@ -331,7 +340,7 @@ def _uncovered(table: WeightTable, boxes: Mapping[str, Mapping[tuple, set[int]]]
             yield f"{entry.name} {list(entry.spec.shape)} is held as {sorted(held)}: gaps or overlaps"
         stages = set().union(*held.values())
         if len(stages) > 1 and not _tied(entry):
-            yield f"{entry.name} is on the pipeline stages {sorted(stages)}"
+            yield f"{entry.name} is on the pipeline stages {', '.join(sorted(stages))}"
     yield from listed("on no rank", missing)
     yield from listed("not of this model", sorted(boxes.keys() - {e.name for e in table.entries}))
 

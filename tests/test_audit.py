@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from moe_rl.audit import audit
 from moe_rl.cli import run
 from moe_rl.config import load_config
+from moe_rl.config.load import ASSETS
 from moe_rl.convert.job import convert
 from moe_rl.convert.plan import Request
 from moe_rl.models.family import get_family, read_facts
@@ -127,6 +128,56 @@ def test_tensor_parallel_ranks_together_are_the_model(kind: str, tmp_path: Path)
     layouts += [{"tp": 2, "etp": 2}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2}] if kind == "qwen3_moe" else []
     found = audit(save_model(tmp_path / "model", kind), layouts=layouts)
     assert found.problems == [] and len(found.layouts) == len(layouts)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "says"),
+    [
+        ("dsv4-tiny", "ep=3", "layout.ep 3 does not divide the model's 8 experts [layout.experts]"),
+        ("dsv4-tiny", "tp=2", "layout.tp is 2, but family deepseek_v4 runs with layout.tp=1 only [layout.tp]"),
+        ("dsv4-tiny", "vpp=2", "layout.vpp is 2 with layout.pp 1 [layout.vpp]"),
+        ("dsv4-tiny", "pp=2,stages=EttttL", "has 1 segment(s), but pp * vpp is 2 * 1 = 2 [layout.segments]"),
+        ("qwen3-moe-tiny", "tp=3", "layout.tp 3 does not divide the model's 4 attention heads"),
+        ("qwen3-moe-tiny", "tp=4", "layout.tp 4 does not divide the model's 2 key-value heads [layout.heads]"),
+        (
+            "qwen3-moe-tiny",
+            "etp=3",
+            "layout.etp 3 does not divide the model's 64 columns of an expert [layout.columns]",
+        ),
+        ("qwen2-tiny", "ep=2", "layout.ep is 2, but the model has no experts [layout.experts]"),
+        ("qwen2-tiny", "etp=2", "layout.etp is 2, but the model has no experts [layout.experts]"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused(recipe: str, layout: str, says: str, capsys):
+    assert run(["audit", recipe, "--layout", layout]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_rank_that_holds_a_part_twice_is_found(released: Path):
+    """Two chunks of one rank, which a layout without pipeline ranks would give it."""
+    from moe_rl.audit import Audit, _audit_layout, totals
+
+    facts, kind = read_facts(released), get_family("deepseek_v4")
+    arch = kind.read_arch(released)
+    table = kind.weight_table(arch)
+    found = Audit("", "", totals(table, 2, released_config()))
+    _audit_layout(found, kind, arch, table, facts, {"vpp": 2})
+    assert "vpp=2: layers.4.attn_norm.weight is on the pipeline stages 0.0, 0.1" in found.problems
+
+
+def test_a_tied_copy_with_other_values_is_found(tmp_path: Path, capsys):
+    path = shutil.copytree(ASSETS / "models" / "qwen2-tiny", tmp_path / "model")
+    (path / INDEX).unlink()
+    tensors = load_file(path / "model.safetensors")
+    copy = tensors["model.embed_tokens.weight"].clone()
+    for change, code, says in (
+        (lambda: copy, 0, ""),
+        (lambda: copy + 1, 2, "lm_head.weight (model.safetensors) has other values than model.embed_tokens.weight"),
+        (lambda: copy[:-1].clone(), 2, "1 of another shape: lm_head.weight is"),
+    ):
+        save_file(tensors | {"lm_head.weight": change()}, path / "model.safetensors", metadata={"format": "pt"})
+        assert run(["audit", str(path), "--digests"]) == code
+        assert says in capsys.readouterr().err
 
 
 def test_a_directory_is_no_recipe_and_a_recipe_no_directory(

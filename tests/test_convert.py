@@ -404,6 +404,26 @@ def test_a_plain_model_goes_to_dist_in_its_own_precision(tmp_path: Path):
         assert np.array_equal(value, raw[name].double().numpy()), name
 
 
+def test_a_tied_output_layer_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some tied models' files hold it once more; a trained model's would be the old one."""
+    from safetensors.torch import save_file
+
+    from moe_rl.config.load import ASSETS
+
+    source = shutil.copytree(ASSETS / "models" / "qwen2-tiny", tmp_path / "source")
+    (source / INDEX).unlink()
+    tensors = raw_tensors(source)
+    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | copy, source / "model.safetensors", metadata={"format": "pt"})
+    for first, then in (("source", "dist"), ("dist", "back")):
+        assert run(["convert", str(tmp_path / first), str(tmp_path / then)]) == 0
+        out = capsys.readouterr().out
+        assert ("left out, as config.json ties them to others: lm_head.weight" in out) == (first == "source")
+        assert "prediction layers" not in out
+    convert(Request(ASSETS / "models" / "qwen2-tiny", tmp_path / "without", "bf16"))
+    equal_bytes(tmp_path / "without", tmp_path / "back")
+
+
 @pytest.mark.parametrize("way", ["plain", "dist"])
 def test_a_value_that_bf16_cannot_hold_is_refused(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is finite in an fp32 source, and would be infinite in the target."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from moe_rl.errors import UserError
 
@@ -10,7 +12,7 @@ from . import host
 from .facts import ModelFacts
 from .layout import default_stages, validate_stages
 from .problem import Problem, problem_of
-from .schema import Config
+from .schema import Config, EngineConfig, LayoutConfig
 
 
 def layout_problems(config: Config, facts: ModelFacts | None, world: int | None = None) -> list[Problem]:
@@ -20,6 +22,13 @@ def layout_problems(config: Config, facts: ModelFacts | None, world: int | None 
         for rule in (_layers, _experts, _tensor_parallel, _rounding, _replay):
             problems += rule(config, facts)
     return problems
+
+
+def fit_problems(facts: ModelFacts, sizes: Mapping[str, Any]) -> list[Problem]:
+    """Whether the model can be cut so at all, on GPUs however many; `sizes` are fields of `LayoutConfig`."""
+    config = Config(layout=LayoutConfig(**sizes), engine=EngineConfig(device="cuda"))
+    found = [*_virtual(config), *(p for rule in (_layers, _experts, _tensor_parallel) for p in rule(config, facts))]
+    return [replace(problem, key="", origin="") for problem in found]
 
 
 def _world(config: Config, world: int) -> Iterator[Problem]:
@@ -48,6 +57,11 @@ def _world(config: Config, world: int) -> Iterator[Problem]:
             "The ranks of a stage are cut anew for experts: each group of etp * ep holds all of them once.",
             f"Use a multiple of {experts} ranks, or a layout.ep that divides {max(1, world // (layout.pp * layout.etp))}.",
         )
+    yield from _virtual(config)
+
+
+def _virtual(config: Config) -> Iterator[Problem]:
+    layout = config.layout
     if layout.vpp > 1 and layout.pp == 1:
         yield problem_of(
             config,

@@ -53,6 +53,7 @@ class Report:
     peak_bytes: int
     mtp_kept: tuple[str, ...]
     mtp_dropped: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """For people."""
@@ -70,6 +71,8 @@ class Report:
                 lines.append(f"prediction layers {word}: {len(names)} tensors")
                 patterns = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in names)
                 lines += [f"  {name}" + (f" ({n})" if n > 1 else "") for name, n in patterns.items()]
+        if self.left_out:
+            lines.append(f"left out, as config.json ties them to others: {', '.join(self.left_out)}")
         return lines
 
 
@@ -124,6 +127,7 @@ def convert(
         max([peak_bytes(), *(d.peak for d in ordered)]),
         tuple(entry.name for entry in plan.extras),
         plan.dropped,
+        plan.left_out,
     )
 
 

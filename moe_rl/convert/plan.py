@@ -68,6 +68,7 @@ class Plan:
     origin_stored: dict[str, Stored]
     extras: tuple[Entry, ...]  # passed-over tensors that are kept
     dropped: tuple[str, ...]
+    left_out: tuple[str, ...]  # tensors of the source that repeat others
     units: list[Unit] = field(default_factory=list)
 
     def table(self) -> WeightTable:
@@ -124,6 +125,7 @@ def make_plan(request: Request) -> Plan:
         origin_stored,
         extras,
         () if extras else tuple(passed),
+        tuple(name for name in table.copies if name in stored),
     )
     plan.units = _dist_units(plan, table, facts, arch) if request.to == "dist" else _tensor_units(plan, table)
     return plan

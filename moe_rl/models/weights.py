@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -259,7 +259,8 @@ class WeightTable:
 
     `sizes(layer)` gives the numbers that the rows' shapes name (layer None for tensors outside the layers);
     `has(when, layer)` says whether a layer has the rows marked `when`. Released tensors whose name starts with one of
-    `ignored` belong to parts that are not built here (extra prediction layers). `groups` is the number of key-value heads, where rows pick `[q]`, `[k]` and `[v]`.
+    `ignored` belong to parts that are not built here (extra prediction layers); those of `copies` repeat another one of the
+    model, their values are not read. `groups` is the number of key-value heads, where rows pick `[q]`, `[k]` and `[v]`.
     """
 
     rows: tuple[Row, ...]
@@ -268,6 +269,7 @@ class WeightTable:
     sizes: Callable[[int | None], Mapping[str, int]]
     has: Callable[[str, int], bool]
     ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
     groups: int = 1
 
     @cached_property

@@ -211,7 +211,12 @@ def mismatches(table: WeightTable, stored: Mapping[str, Placed], wire: Wire) -> 
                     f"{piece.name} is {list(place.shape)}, not {list(piece.shape)} ({place.file}){padding}",
                 )
     for name in sorted(stored.keys() - taken):
-        if not name.startswith(table.ignored):
+        if name in table.copies:
+            twin, place = stored.get(table.copies[name]), stored[name]
+            if twin is not None and place.shape != twin.shape:
+                what = f"{name} is {list(place.shape)}, {table.copies[name]}, which it repeats, {list(twin.shape)}"
+                yield "of another shape", f"{what} ({place.file})"
+        elif not name.startswith(table.ignored):
             owner = name.removesuffix("scale") + "weight"
             why = f", which {'is not there' if owner not in stored else 'is not quantised'}" if owner != name else ""
             scale_of = f", the scale of {owner}{why}" if name.endswith(".scale") and owner in taken else ""

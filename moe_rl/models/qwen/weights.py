@@ -103,6 +103,6 @@ def weight_table(arch: QwenArch) -> WeightTable:
         experts=arch.num_experts,
         sizes=lambda _: _sizes(arch),
         has=lambda when, layer: _has(arch, when, layer),
-        ignored=("lm_head.weight",) if arch.tied else (),
+        copies={"lm_head.weight": "model.embed_tokens.weight"} if arch.tied else {},
         groups=arch.num_kv_heads,
     )
