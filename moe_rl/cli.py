@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from moe_rl.config.explain import explain as explain_keys
 from moe_rl.config.layout_rules import layout_problems
 from moe_rl.config.load import shipped, split_words
 from moe_rl.config.rules import model_directory
+from moe_rl.durable import FULL
 from moe_rl.errors import EXIT_DONE, MoeRLError, RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -457,9 +459,15 @@ def _resolved_config(source: Path) -> Path | None:
     )
 
 
-def _unexpected(error: Exception, run_dir: Path | None = None) -> RunFailed:
+def _unexpected(error: Exception, run_dir: Path | None = None) -> MoeRLError:
     """An exception nobody foresaw as a message; its traceback goes into the run directory, or a temporary file."""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        kind = RunFailed if run_dir else UserError
+        why = "This user may not read or write it."
+        return kind(
+            "file.access", f"{error.filename}: {error.strerror}", why, "Give access to it, or name another place."
+        )
+    if isinstance(error, OSError) and error.errno in FULL:
         where = error.filename or run_dir or "a file system"
         fix = "Free space and start again with --resume auto."
         return RunFailed("disk.full", f"no space left for {where}", "A file could not be written whole.", fix)
@@ -492,6 +500,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the ``moe-rl`` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names that the terminal's encoding lacks
     sys.exit(run(sys.argv[1:]))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of an `OSError`: the disk, the user's quota or the limit on a file's size does not let more be written."""
 
 
 def sync(path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -453,6 +456,29 @@ def test_prediction_layers_that_are_no_values_are_refused(
         said = capsys.readouterr().err
         assert says in said and file in said
     assert {path.name for path in tmp_path.iterdir()} == {"v4"}
+
+
+def test_files_that_may_not_be_read_are_named(whole: Path, tmp_path: Path) -> None:
+    """By an owner without the rights of root, who may read everything."""
+    privileges = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    if privileges and subprocess.run([*privileges, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("setpriv cannot drop the rights of root here")
+    commands, says = [], []
+    for file in (FILE, INDEX, "config.json", "tokenizer.json"):
+        root = shutil.copytree(whole, tmp_path / file)
+        (root / "tokenizer.json").write_text("{}")
+        (root / file).chmod(0)
+        commands += [["audit", str(root)], ["convert", str(root), str(tmp_path / "out")]]
+        says += [file] * 2
+    code = f"from moe_rl.cli import run; import sys\nfor c in {commands!r}: print('---', run(c), file=sys.stderr)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*privileges, sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    *parts, last = done.stderr.split("---")
+    assert len(parts) == len(says) and last == " 2\n", done.stderr
+    for said, file in zip(parts, says, strict=True):
+        assert file in said and "Permission denied" in said and "[internal]" not in said, said
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "\u00fc" * 128, "", ".", "a/b"])

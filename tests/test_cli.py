@@ -248,6 +248,8 @@ def test_known_endings(work: Path, door, capsys: pytest.CaptureFixture[str]):
     assert "Traceback" not in capsys.readouterr().err
     assert ending(OSError(errno.ENOSPC, "No space left on device", "out/x"), door) == 3
     assert "no space left for out/x [disk.full]" in capsys.readouterr().err
+    assert ending(PermissionError(errno.EACCES, "Permission denied", "model/x"), door) == 3
+    assert "model/x: Permission denied [file.access]" in capsys.readouterr().err
     assert not list(work.glob("out/error-*"))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import filecmp
 import json
+import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -402,6 +404,50 @@ def test_a_plain_model_goes_to_dist_in_its_own_precision(tmp_path: Path):
     for name, blocks in weights.items():
         (value,) = blocks.values()
         assert np.array_equal(value, raw[name].double().numpy()), name
+
+
+def test_a_limit_on_files_is_told_as_a_full_disk(released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What a quota says, too; the second call goes on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sizes = sorted(file.stat().st_size for file in released.glob("*.safetensors"))
+    command = ["convert", str(released), str(tmp_path / "out"), "--to", "released"]
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[-1] - 1, hard))
+        assert run(command) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "no space left for" in said and "File too large" in said and "[convert.disk]" in said
+    assert run(command) == 0
+    assert "of them from the call before" in capsys.readouterr().out
+    equal_bytes(released, tmp_path / "out")
+
+
+def start_late(plan_file: Path, root: Path, counter) -> None:
+    """The first process that comes starts at once, the other when the first has long done everything."""
+    from moe_rl.convert.work import start_process
+
+    try:
+        (root.parent / "first").touch(exist_ok=False)
+    except FileExistsError:
+        time.sleep(5)
+    start_process(plan_file, root, counter)
+
+
+def test_a_process_that_starts_late_is_waited_for(released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What it was started with must not be gone by then."""
+    from moe_rl.convert import job
+
+    monkeypatch.setattr(job, "start_process", start_late)
+    convert(Request(released, tmp_path / "dist", "dist"), workers=2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_terminal_without_the_letters_of_a_name(released: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "moe_rl.cli", "convert", str(released), str(tmp_path / "\u00fc"), "--to", "bf16"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and "\\xfc: bf16, " in done.stdout, done.stderr
 
 
 def test_a_tied_output_layer_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

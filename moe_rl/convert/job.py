@@ -7,7 +7,6 @@ and `out/`, which takes the target's name once it is whole.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import multiprocessing
@@ -28,7 +27,7 @@ from typing import Any
 
 from moe_rl.convert.plan import CARRIED, Plan, Request, Unit, carried_pieces, make_plan
 from moe_rl.convert.work import Done, Worker, peak_bytes, run_in_process, start_process
-from moe_rl.durable import sync, write_atomic
+from moe_rl.durable import FULL, sync, write_atomic
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.models.family import get_family, read_config
 from moe_rl.models.headers import DIST_DIGESTS, INDEX
@@ -157,7 +156,7 @@ def _held(work: Path) -> Iterator[None]:
         work.mkdir(exist_ok=True)
         lock = (work / "lock").open("w")
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in FULL:
             raise
         what = f"{work}, where files are kept until all are written, cannot be made: {error.strerror}"
         raise UserError("convert.target", what, "", "Name another target.") from None
@@ -255,10 +254,13 @@ def _run(
         else:
             yield from _run_there(plan, order, out, work, min(workers, len(order)), progress)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in FULL:
             raise
         raise RunFailed(
-            "convert.disk", f"no space left for {out}", "", "Free space and call again: finished files are kept."
+            "convert.disk",
+            f"no space left for {out}",
+            f"{error.strerror}.",
+            "Free space and call again: finished files are kept.",
         ) from error
 
 
@@ -299,9 +301,9 @@ def _run_there(
         except BaseException:  # an interrupt above all: a unit may take a minute yet
             for child in set(multiprocessing.active_children()) - others:
                 child.kill()
-            raise
-        finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        # A process that is still starting is waited for here: it would die of what it was started with being gone.
 
 
 class _Progress:
