@@ -26,7 +26,7 @@ ROOMS = {
     "data": {"config", "errors"},
     "rewards": {"config", "data", "errors"},
     "observe": {"config", "durable", "errors"},
-    "rollout": {"config", "lifetime", "models", "reshard", "errors"},
+    "rollout": {"config", "durable", "lifetime", "models", "reshard", "errors"},
     "engine": {"config", "models", "errors"},
     "bench": {"config", "durable", "models", "observe", "trainer", "errors"},
 }

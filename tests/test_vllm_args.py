@@ -7,6 +7,8 @@ import shlex
 import pytest
 
 from moe_rl.config import load_config
+from moe_rl.config.kernels import kernel_problems
+from moe_rl.config.replicas import nodes_of_replica, parts_on
 from moe_rl.errors import UserError
 from moe_rl.models.family import read_facts
 from moe_rl.rollout.vllm_args import kernel_options, replica_nodes
@@ -125,3 +127,40 @@ def test_kernels_are_chosen_for_quantised_weights_alone():
         "linear_backend": "deep_gemm",
     }
     assert kernel_options(config, read_facts(load_config("qwen3-moe-tiny").model.path)) == {}
+
+
+REPLICAS = {  # overrides of dsv4-pro on 64 nodes of 8 H100 -> the rule that they break
+    "eight nodes each, on all nodes": ("tp=8 dp=8 ep=64 replicas=8", ""),
+    "half a node each": ("tp=4 dp=1 ep=4 replicas=64", ""),
+    "a tensor-parallel group over two nodes": ("tp=16", ""),
+    "one replica too many": ("tp=8 dp=8 ep=64 replicas=9", "rollout.gpus"),
+    "a node and a half": ("dp=12 ep=12", "rollout.layout"),
+    "three of eight": ("tp=3", "rollout.layout"),
+    "groups over two nodes, twice": ("tp=16 dp=2 ep=32", "rollout.layout"),
+    "experts over some ranks": ("tp=8 dp=8 ep=8", "rollout.layout"),
+}
+
+
+@pytest.mark.parametrize("case", REPLICAS)
+def test_a_replica_that_the_nodes_cannot_hold_is_told_before_a_node_is_taken(case):
+    shape, rule = REPLICAS[case]
+    keys = [f"rollout.{key}" for key in shape.split()]
+    config = load_config("dsv4-pro", ["rollout.engine=vllm", "data.prompts_per_step=64", *keys], hw="h100")
+    facts = read_facts(config.model.path)
+    found = [name for name, *_ in kernel_problems(config, facts) if name in ("rollout.layout", "rollout.gpus")]
+    assert found == [rule] * bool(rule)
+    span, world = nodes_of_replica(config), config.world
+    parts = [part for node in range(64) for part in parts_on(config, node)]
+    assert sorted(parts) == [divmod(i, span) for i in range(config.rollout.replicas * span)]
+    if not rule:  # what vLLM is told agrees with where the parts are
+        shape = {"tp": config.rollout.tp, "dp": config.rollout.dp, "ep": config.rollout.ep}
+        found = nodes(count=64, replicas=config.rollout.replicas, **shape, num_experts=384)
+        assert {len(replica) for replica in found} == {span} and world == 512
+
+
+@pytest.mark.parametrize("nodes_", [1, 2])
+def test_on_one_cpu_machine_a_replica_has_as_many_ranks_as_one_likes(nodes_):
+    keys = ["rollout.engine=vllm", "rollout.dp=3", "rollout.ep=3", "cluster.gpus_per_node=2", f"cluster.nodes={nodes_}"]
+    config = load_config("qwen3-moe-tiny", keys)
+    found = [name for name, *_ in kernel_problems(config, read_facts(config.model.path))]
+    assert ("rollout.layout" in found) == (nodes_ == 2)

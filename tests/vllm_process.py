@@ -55,7 +55,8 @@ class Faulty(vllm_worker.WeightExtension):
 
 
 class EngineProcess:
-    """A `VllmEngine` in a process; `call(function, ...)` runs function(engine, ...) there."""
+    """A `VllmEngine`, or with `part` above 0 a `VllmFollower`, in a process; `call(function, ...)` runs function(engine, ...)
+    there. `options` are those of `Replica`."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         context = get_context("spawn")
@@ -73,19 +74,28 @@ class EngineProcess:
             return value
         raise value
 
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the process has come to its end."""
+        self._process.join(timeout_s)
+        return not self._process.is_alive()
+
     def close(self) -> None:
-        self.call(_close)
-        self._process.join(60)
+        if self._process.is_alive():
+            self.call(_close)
+            self._process.join(60)
 
 
 def _serve(end: Any, path: str, options: dict) -> None:
     from moe_rl.rollout.vllm_engine import VllmEngine
+    from moe_rl.rollout.vllm_node import Replica, VllmFollower
 
-    engine = None
+    engine: Any = None
+    part = options.pop("part", 0)
+    replica = Replica(path, **options)
     while True:
         function, arguments = end.recv()
         try:
-            engine = engine or VllmEngine(path, **options)
+            engine = engine or (VllmFollower(replica, part, os._exit) if part else VllmEngine(replica))
             end.send((True, function(engine, *arguments) if function else None))
         except MoeRLError as error:
             end.send((False, error))

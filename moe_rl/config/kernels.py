@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 from . import host
 from .facts import ModelFacts
+from .replicas import shape_fault
 from .schema import Config
 
 GPUS = {
@@ -72,14 +73,7 @@ def kernel_problems(config: Config, facts: ModelFacts) -> Iterator[Found]:
     if find_spec("vllm") is None:
         what, why = "rollout.engine is vllm, and no vLLM is installed here", "Its rollouts run in it."
         yield "rollout.vllm", "rollout.engine", what, why, "Run `make setup`; on GPUs install the extra `gpu`."
-    if rollout.ep not in (1, rollout.tp * rollout.dp):
-        yield (
-            "rollout.layout",
-            "rollout.ep rollout.tp rollout.dp",
-            f"rollout.ep is {rollout.ep} with rollout.tp {rollout.tp} * rollout.dp {rollout.dp}",
-            "vLLM spreads experts over all ranks of a replica or over none.",
-            f"Set rollout.ep={rollout.tp * rollout.dp}, or 1.",
-        )
+    yield from _replica_problems(config, facts)
     if host.resolve_device(config.engine.device) == "cpu":
         if facts.experts_format and not host.has_cpu_flag("amx_tile"):
             yield (
@@ -111,3 +105,22 @@ def kernel_problems(config: Config, facts: ModelFacts) -> Iterator[Found]:
                 "vLLM would fail on every GPU while it loads the model.",
                 fix,
             )
+
+
+def _replica_problems(config: Config, facts: ModelFacts) -> Iterator[Found]:
+    """What is wrong with a replica's shape on these nodes; on one CPU machine its ranks are as many as one likes."""
+    rollout, cluster = config.rollout, config.cluster
+    size, on_gpu = rollout.tp * rollout.dp, host.resolve_device(config.engine.device) == "cuda"
+    per_node = cluster.gpus_per_node if on_gpu or cluster.nodes > 1 else size
+    keys = "rollout.tp rollout.dp rollout.ep cluster.gpus_per_node"
+    if fault := shape_fault(rollout.tp, rollout.dp, rollout.ep, facts.num_experts, per_node):
+        yield "rollout.layout", keys, *fault
+    elif on_gpu and rollout.replicas * size > config.world:
+        yield (
+            "rollout.gpus",
+            "rollout.replicas rollout.tp rollout.dp cluster.nodes cluster.gpus_per_node",
+            f"{rollout.replicas} replicas of tp {rollout.tp} * dp {rollout.dp} take {rollout.replicas * size} GPUs,"
+            f" {cluster.nodes} nodes have {config.world}",
+            "A replica's GPUs are its own.",
+            "Lower rollout.replicas, rollout.tp or rollout.dp, or take more nodes.",
+        )

@@ -13,16 +13,12 @@ from moe_rl.config import Config, ModelFacts
 from moe_rl.config.environment import VARIABLES
 from moe_rl.config.host import resolve_device
 from moe_rl.config.layout import resolve_stages
+from moe_rl.config.replicas import part_name, parts_on
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.planner.report import rank_role
 
 TEMPLATE = Path(__file__).parent / "train.sbatch"
 BEGIN, END = "# settings\n", "# end of settings\n"
-
-
-def rollouts_of(config: Config, node: int) -> list[int]:
-    """The rollout replicas on a node: they are dealt to the nodes in turn."""
-    return list(range(node, config.rollout.replicas, config.cluster.nodes))
 
 
 def settings(config: Config, arguments: Sequence[str]) -> str:
@@ -32,7 +28,7 @@ def settings(config: Config, arguments: Sequence[str]) -> str:
     recipe = re.sub(r"[^\w.-]", "_", Path(config.recipe).stem)
     lines = [
         f"nodes={config.cluster.nodes}",
-        f"cpus={ranks + len(rollouts_of(config, 0))}",
+        f"cpus={ranks + len(parts_on(config, 0))}",
         f"gpus={ranks if on_gpu else ''}",
         f"object_store_gib={config.cluster.object_store_gib}",
         f"recipe={recipe}",
@@ -87,7 +83,7 @@ def roles(config: Config, facts: ModelFacts) -> str:
         first, last = node * ranks, (node + 1) * ranks - 1
         held = range(first // width, last // width + 1)
         stages = ", ".join(f"{s} ({' '.join(segments[s :: layout.pp])})" for s in held)
-        rollouts = "".join(f", rollout_{i}" for i in rollouts_of(config, node))
+        rollouts = "".join(f", {part_name(*part)}" for part in parts_on(config, node))
         lines.append(
             f"  node {node}: ranks {first}-{last}, stage{'s' * (len(held) > 1)} {stages}{rollouts}"
             + ", head and driver" * (node == 0)

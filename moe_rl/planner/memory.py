@@ -203,12 +203,13 @@ class Memory:
         ranks, r = self.config.cluster.gpus_per_node, self.rollout
         if not self.on_gpu:
             items = {"trainer processes": ranks * TRAINER_ON_CPU, "driver": DRIVER}
-            items["rollout processes"] = r.replicas * (ROLLOUT_ON_CPU + r.weights + r.copy)
+            items["rollout processes"] = r.replicas * (ROLLOUT_ON_CPU + r.weights + r.copy * r.span)
             return items
         workers, nodes = ranks if r.colocated or r.vllm else 0, self.config.cluster.nodes
         items = {"trainer processes": ranks * TRAINER_ON_GPU, "object store": self.store()}
         items["rollout processes"] = workers * TRAINER_ON_GPU + -(-workers // r.tp) * ENGINE_CORE
-        items["rollout copies"] = r.copy * (r.replicas // nodes + (node < r.replicas % nodes))  # dealt to nodes in turn
+        parts = r.replicas * r.span
+        items["rollout copies"] = r.copy * (parts // nodes + (node < parts % nodes))  # dealt to nodes in turn
         if node == 0:
             items["driver"] = DRIVER
         return items
@@ -220,7 +221,7 @@ class Memory:
         trainers += self.config.world * (TRAINER_ON_GPU if self.on_gpu else TRAINER_ON_CPU)
         kv = self.kv_cache() if phase == "rollout" and not self.on_gpu else 0.0
         held = r.weights + ROLLOUT_ON_CPU if not self.on_gpu else TRAINER_ON_GPU
-        return trainers + r.replicas * (held + r.copy + kv)
+        return trainers + r.replicas * (held + r.copy * r.span + kv)
 
     @cached_property
     def nodes(self) -> list[dict[str, Items]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moe_rl.config import Config, ModelFacts
 from moe_rl.config.facts import TensorSize
 from moe_rl.config.host import resolve_device
+from moe_rl.config.replicas import nodes_of_replica
 
 from .inventory import is_tied_copy, parameters, released_bytes
 
@@ -18,7 +19,7 @@ SHARE = 1 / 3  # of a GPU's memory for weights of rollouts that a configuration 
 @dataclass(frozen=True)
 class Rollout:
     """One replica's shape and bytes a rank: `weights`, `layer` of them the most in one layer, `kv_token` for a token of
-    context and `kv_sequence` for a sequence; `copy` is what a replica's first node keeps of its weights on the host.
+    context and `kv_sequence` for a sequence; `copy` is what each of a replica's `span` nodes keeps of its weights on the host.
 
     `ranks` make a replica, `replicas` of them sample; `vllm` says which engine, `colocated` whether its ranks are the
     trainer's GPUs, `share` how much of a GPU vLLM is given (None: what the sequences of a step need).
@@ -32,6 +33,7 @@ class Rollout:
     weights: int
     layer: int
     copy: int
+    span: int
     kv_token: float
     kv_sequence: float
     share: float | None
@@ -58,15 +60,22 @@ class Rollout:
             vllm, replicas = True, max(1, config.world // (tp * dp))
         b = 2 if config.engine.dtype == "bf16" else 4
         layer = copy = 0
+        span = nodes_of_replica(config) if config.cluster.nodes > 1 else 1
         if vllm:
             by_layer = _served(facts, tp, dp, ep)
             weights, layer = sum(by_layer.values()), max(by_layer.values(), default=0)
-            copy = sum(released_bytes(facts)) if described else 0
+            copy = _copy(facts, ep, span) if described else 0
             b = 1 if r.kv_cache_dtype == "fp8" or not described else 2
         else:
             weights = parameters(facts)[0] * b
         kv = sum(w.cache for w in facts.layers) * b, sum(w.cache_fixed for w in facts.layers) * b
-        return cls(vllm, replicas, tp, dp, ep, weights, layer, copy, kv[0], kv[1], share, colocated)
+        return cls(vllm, replicas, tp, dp, ep, weights, layer, copy, span, kv[0], kv[1], share, colocated)
+
+
+def _copy(facts: ModelFacts, ep: int, span: int) -> int:
+    """Host bytes of a replica's weights on each of `span` nodes: those of its own ranks' experts, and all others, whole."""
+    dense, experts = released_bytes(facts)
+    return dense + (experts // span if ep > 1 else experts)
 
 
 def served_bytes(facts: ModelFacts, t: TensorSize, tp: int, dp: int, ep: int) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_rl.config import Config, ModelFacts
+from moe_rl.config.replicas import shape_fault
 from moe_rl.errors import UserError
 
 OLDEST, NEWEST = (0, 25), (0, 33)  # versions whose parser takes these arguments
@@ -96,7 +97,8 @@ def replica_nodes(
     """
     _check_version(version)
     size = tp * dp
-    _check_shape(tp, dp, ep, num_experts, gpus_per_node)
+    if fault := shape_fault(tp, dp, ep, num_experts, gpus_per_node):
+        raise UserError("rollout.layout", *fault)
     span = max(1, size // gpus_per_node)  # nodes of one replica
     if replicas * size > len(addresses) * gpus_per_node:
         raise UserError(
@@ -145,38 +147,6 @@ def _check_version(version: str) -> None:
             "What its arguments mean changes between versions: one that is not known may start another form silently.",
             "Install a version of that range.",
         )
-
-
-def _check_shape(tp: int, dp: int, ep: int, num_experts: int, gpus_per_node: int) -> None:
-    size = tp * dp
-    why, fix = "", ""
-    if ep not in (1, size):
-        what = f"rollout.ep is {ep} with rollout.tp {tp} * rollout.dp {dp} = {size}"
-        why, fix = "vLLM spreads experts over all ranks of a replica or over none.", f"Set rollout.ep={size}, or 1."
-    elif ep > 1 and not num_experts:
-        what, why = f"rollout.ep is {ep}, but the model has no experts", "There is nothing to spread."
-        fix = "Set rollout.ep=1."
-    elif size >= gpus_per_node and size % gpus_per_node or size < gpus_per_node and gpus_per_node % size:
-        what = f"a replica of rollout.tp {tp} * rollout.dp {dp} = {size} GPUs does not fit nodes of {gpus_per_node}"
-        why = "Every node of a replica gives it the same number of GPUs."
-        fix = f"Use a multiple or a divisor of {gpus_per_node}."
-    elif tp > gpus_per_node and dp > 1:
-        what = f"rollout.tp is {tp} with rollout.dp {dp}, and a node has {gpus_per_node} GPUs"
-        why = "vLLM has no tensor-parallel group over several nodes inside a data-parallel rank."
-        fix = f"Set rollout.tp={gpus_per_node} or less, or rollout.dp=1."
-    elif tp <= gpus_per_node and gpus_per_node % tp:
-        what, why = (
-            f"rollout.tp {tp} does not divide the {gpus_per_node} GPUs of a node",
-            "A group would be torn in two.",
-        )
-        fix = "Use a divisor."
-    elif dp > 1 and size > gpus_per_node and not num_experts:
-        what = f"rollout.dp is {dp} over {size // gpus_per_node} nodes, but the model has no experts"
-        why = "vLLM makes independent engines of a dense model's data-parallel ranks, and fails over several nodes."
-        fix = "Set rollout.dp=1 and more rollout.replicas."
-    else:
-        return
-    raise UserError("rollout.layout", what, why, fix)
 
 
 def kernel_options(config: Config, facts: ModelFacts) -> dict[str, str]:

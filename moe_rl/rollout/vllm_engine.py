@@ -1,49 +1,31 @@
 """The rollout engine for real runs: vLLM's asynchronous engine in processes of its own, on weights that only the trainer
-provides.
-
-This process keeps the weights of the last update in a file in memory, in checkpoint layout: the books of an update are
-kept there (`Receiver`), and vLLM's workers load from it.
-"""
+provides. `vllm_node` has what each node of a replica is started with and keeps; this is what leads them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pickle
-import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import psutil
-import torch
 
-from moe_rl.config.host import free_port, resolve_device
 from moe_rl.config.schema import Config
-from moe_rl.errors import RunFailed, UserError
-from moe_rl.models.family import Model, get_family, read_config, read_facts, special_ids
+from moe_rl.errors import RunFailed
+from moe_rl.lifetime import end_children_with_this
+from moe_rl.models.family import special_ids
 from moe_rl.reshard.plan import Held
-from moe_rl.reshard.receive import Receiver, place, placed_parts
+from moe_rl.reshard.receive import Receiver
 from moe_rl.reshard.transport import Packet
 from moe_rl.rollout.engine import ENGINE_LOST, Completion, Request, check_requests, no_weights
-from moe_rl.rollout.vllm_args import kernel_options, replica_nodes
+from moe_rl.rollout.vllm_node import ENVIRONMENT, NodeWeights, Replica, Weights
 
 _DEADLINE = 0.9  # of rollout.timeout_s: completions cut short come back before the caller gives the worker up
-_EXTENSION = "moe_rl.rollout.vllm_worker.WeightExtension"
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has a process all the same; on a CPU its worker stays inside it
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 class VllmEngine:
@@ -56,113 +38,53 @@ class VllmEngine:
     batch-invariant (on a GPU).
     """
 
-    def __init__(
-        self,
-        source: Model,
-        *,
-        max_tokens: int,
-        tp: int = 1,
-        dp: int = 1,
-        ep: int = 1,
-        dtype: str = "fp32",
-        device: str = "cpu",
-        batch_size: int = 256,
-        timeout_s: float | None = None,
-        hang_s: float = 300.0,
-        routed_experts: bool = False,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Start vLLM on the model that its config.json describes.
+    def __init__(self, replica: Replica, *, timeout_s: float | None = None, hang_s: float = 300.0) -> None:
+        """Start vLLM on this node, and wait for those of its ranks that other nodes start (`VllmFollower`).
 
         Args:
-            source: a model directory, or a run's `model`; its weight files are not read.
-            max_tokens: longest sequence, prompt and completion.
-            tp, dp, ep: ranks of the replica; `ep` is 1 or tp * dp.
-            dtype: "fp32" or "bf16", of what the checkpoint does not quantise.
-            device: "cpu" or "cuda".
-            batch_size: most sequences decoded at a time by a data-parallel rank.
+            replica: what to start.
             timeout_s: seconds that one call of `generate` may take; what is unfinished then is "aborted".
             hang_s: an engine that answers nothing for so long is given up.
-            routed_experts: record the experts of every token (`Completion.routed_experts`).
-            options: further fields of vLLM's AsyncEngineArgs.
 
         Raises:
             RunFailed: vLLM does not start.
         """
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        self._facts, self._max_tokens, self._dp = read_facts(source), max_tokens, dp
-        self.eos_ids, _ = special_ids(source, self._facts.vocab_size)
+        self._replica, self._weights = replica, NodeWeights(replica)
+        self._facts = self._weights.facts
+        self.eos_ids, _ = special_ids(replica.source, self._facts.vocab_size)
         self._timeout_s, self._hang_s = timeout_s, hang_s
-        self._scratch = tempfile.TemporaryDirectory(prefix="moe_rl_vllm_")
-        model, self._answers = Path(self._scratch.name, "model"), Path(self._scratch.name, "answers")
-        model.mkdir()
-        self._answers.mkdir()
-        family = get_family(self._facts.family)
-        config = family.export_config(read_config(source), family.read_arch(source))
-        config.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]])
-        (model / "config.json").write_text(json.dumps(config))
-        self._arguments = {
-            "model": str(model),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
-            "max_model_len": max_tokens + 1,  # scoring samples one token beyond the sequence
-            "max_num_seqs": batch_size,
-            "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": _EXTENSION,
-            "disable_log_stats": True,
-            **({} if tp > 1 else {"distributed_executor_backend": "uni"}),
-            **(_cpu_options(max_tokens, batch_size) if device == "cpu" else {}),
-            **_layout_options(tp, dp, ep, self._facts.num_experts),
-            **({"enable_return_routed_experts": True} if routed_experts and device == "cuda" else {}),
-            **(options or {}),
-        }
-        self._records = routed_experts and device == "cpu"  # vLLM's own recording needs a GPU
+        self._records = replica.routed_experts and replica.device == "cpu"  # vLLM's own recording needs a GPU
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._in_flight, self._updating, self._count = 0, False, 0
         self._turn, self._asking = asyncio.Condition(), asyncio.Lock()
         self._llm: Any = None
         self._processes: list[psutil.Process] = []
-        held = self._run(self._start())
-        self._staging = _Staging(held)
-        self._receiver = Receiver(self._staging.parts, self._staging.held)
+        end_children_with_this(self._weights.model.parent)
+        arguments = {"model": str(self._weights.model), **replica.node(0, self._facts).engine}
+        self.held = self._run(self._start(arguments))
+        self._weights.hold(self.held[0])
 
     @classmethod
-    def from_config(cls, config: Config) -> VllmEngine:
-        """The engine that a run's configuration asks for."""
-        rollout, device = config.rollout, resolve_device(config.engine.device)
-        options: dict[str, Any] = {}
-        if device == "cuda":
-            options = dict(kernel_options(config, read_facts(config.model, config.model.family)))
-            options |= {"gpu_memory_utilization": rollout.gpu_memory_utilization}
-            options |= {"kv_cache_dtype": rollout.kv_cache_dtype, "enforce_eager": rollout.enforce_eager}
-            if rollout.max_num_batched_tokens:
-                options["max_num_batched_tokens"] = rollout.max_num_batched_tokens
+    def from_config(cls, config: Config, replica: Replica | None = None) -> VllmEngine:
+        """The engine that a run's configuration asks for; on one node if no `replica` is given."""
+        rollout = config.rollout
         return cls(
-            config.model,
-            max_tokens=config.data.max_prompt + rollout.max_response,
-            tp=rollout.tp,
-            dp=rollout.dp,
-            ep=rollout.ep,
-            dtype=config.engine.dtype,
-            device=device,
-            batch_size=rollout.batch_size,
-            timeout_s=_DEADLINE * rollout.timeout_s,
-            hang_s=rollout.hang_s,
-            routed_experts=rollout.router_replay == "R3",
-            options=options,
+            replica or Replica.from_config(config), timeout_s=_DEADLINE * rollout.timeout_s, hang_s=rollout.hang_s
         )
 
     # ------------------------------------------------------------------------------------------------------- weights
+    @property
+    def _receiver(self) -> Receiver:
+        return self._weights.receiver
+
     @property
     def weight_version(self) -> int:
         """Version of the weights in place; -1 before the first update and after a failed one."""
         return self._receiver.version
 
     def holdings(self, receiver: int) -> list[Held]:
-        """Every tensor that a worker of this replica holds a part of."""
+        """Every tensor that a worker on this node holds a part of."""
         return self._receiver.holdings(receiver)
 
     def receive(self, packets: Iterable[Packet], version: int, names: Iterable[str]) -> None:
@@ -179,9 +101,7 @@ class VllmEngine:
             self._updating = True
             await self._turn.wait_for(lambda: self._in_flight == 0)
         try:
-            for packet in packets:
-                self._receiver.stage(packet)
-            self._receiver.finish(version, names)
+            self._weights.stage(packets, version, names)
             await self._load(version)
         finally:
             async with self._turn:
@@ -191,7 +111,7 @@ class VllmEngine:
     async def _load(self, version: int) -> None:
         """Have the workers load what is staged; what they find wrong ends the run."""
         self._receiver.version = -1
-        found = await self._ask("weights_update", self._staging.path, pickle.dumps(self._staging.index))
+        found = await self._ask("weights_update", version, self._hang_s / 2)
         await self._llm.reset_prefix_cache()
         problems = sorted({problem for worker in found for problem in worker})
         if problems:
@@ -211,7 +131,7 @@ class VllmEngine:
             RunFailed: no weights are in place; or vLLM's processes died or hang (`ENGINE_LOST`).
             UserError: a prompt is empty, too long or has tokens outside the vocabulary.
         """
-        check_requests(requests, self._facts.vocab_size, self._max_tokens)
+        check_requests(requests, self._facts.vocab_size, self._replica.max_tokens)
         return self._run(self._generate(requests))
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -260,7 +180,8 @@ class VllmEngine:
                 rows = output.prompt_logprobs
             return np.array([row[t].logprob for t, row in zip(tokens[1:], rows[1:], strict=True)], np.float32)
 
-        ranks = [i % self._dp if self._dp > 1 else None for i in range(len(sequences))]
+        dp = self._replica.dp
+        ranks = [i % dp if dp > 1 else None for i in range(len(sequences))]
         async with self._flight():
             work = asyncio.gather(*(one(s.tolist(), r) for s, r in zip(sequences, ranks, strict=True)))
             try:
@@ -321,24 +242,25 @@ class VllmEngine:
             r.routed = found.get(r.name)
 
     # ------------------------------------------------------------------------------------------------------- processes
-    async def _start(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Start vLLM; the union of what its workers hold."""
-        os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
+    async def _start(self, arguments: dict[str, Any]) -> list[Weights]:
+        """Start vLLM; for each node the union of what its workers hold."""
+        os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         before = set(psutil.Process().children(recursive=True))
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             started = [p for p in psutil.Process().children(recursive=True) if p not in before]
             self._processes = [p for p in started if "resource_tracker" not in " ".join(p.cmdline())]
             workers = await self._ask("weights_prepare", self._records)
         except Exception as error:
             raise RunFailed("rollout.start", f"vLLM did not start: {error}", "", "See the rollout's log.") from error
-        held: dict[str, tuple[tuple[int, ...], str]] = {}
-        for worker in workers:
-            held.update(worker)
-        return held
+        count = self._replica.ranks_per_node
+        return [
+            {name: weight for held in workers[first : first + count] for name, weight in held.items()}
+            for first in range(0, len(workers), count)
+        ]
 
     def _lost(self, how: str) -> RunFailed:
         """What to raise once vLLM's processes died or answer no more; they are ended."""
@@ -368,20 +290,23 @@ class VllmEngine:
 
         self._run(stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._scratch.cleanup()
+        self._weights.close()
 
     async def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What every worker answers."""
-        from moe_rl.rollout.vllm_worker import read_answers
-
-        out = () if method == "alive" else (str(self._answers),)
+        """What every worker answers, on whatever node, in the order of their ranks."""
+        core = self._llm.engine_core
+        asked = (method, None, arguments, None)
         async with self._asking:
-            call = self._llm.collective_rpc(method, args=(*arguments, *out))
+            # AsyncLLM.collective_rpc asks all data-parallel ranks too, and hands on the first one's answer alone
+            calls = [core._call_utility_async("collective_rpc", *asked, engine=engine) for engine in core.core_engines]
             try:
-                await asyncio.wait_for(call, self._hang_s)
+                answers = await asyncio.wait_for(asyncio.gather(*calls), self._hang_s)
             except TimeoutError:
                 raise self._lost(f"gave no answer to {method} in {self._hang_s:.0f} s") from None
-            return read_answers(str(self._answers))
+        found = [pickle.loads(answer) for rank in answers for answer in rank]
+        if len(found) != self._replica.ranks:
+            raise self._lost(f"has {len(found)} workers where {self._replica.ranks} were asked for")
+        return found
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         async def watched() -> Any:
@@ -413,46 +338,3 @@ class _Running:
             fed = max(len(self.request.prompt) + len(tokens) - 1, 0)
             routed = routed[:fed].astype(np.uint8 if experts <= 256 else np.int16)
         return Completion(self.request.id, tokens, logprobs, self.reason, version, routed)
-
-
-class _Staging:
-    """A file in memory that holds every tensor of a replica once, in checkpoint layout; it goes with this process."""
-
-    def __init__(self, held: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        self.held = [Held(0, name, tuple(shape), form) for name, (shape, form) in held.items()]
-        self.index, size = place(self.held)
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            os.truncate(file.fileno(), max(size, 1))
-            self._handle = os.dup(file.fileno())
-        self.path = f"/proc/{os.getpid()}/fd/{self._handle}"  # the file has no name: nothing is left of it after a kill
-        self.parts = placed_parts(self.index, torch.from_numpy(np.memmap(self.path, np.uint8, mode="r+")))
-
-
-def _layout_options(tp: int, dp: int, ep: int, num_experts: int) -> dict[str, Any]:
-    """vLLM's arguments of a replica on this machine alone."""
-    layout: dict[str, Any] = dict(tp=tp, dp=dp, ep=ep, replicas=1, num_experts=num_experts, port=free_port())
-    ((node,),) = replica_nodes(_version(), addresses=["127.0.0.1"], gpus_per_node=tp * dp, **layout)
-    return dict(node.engine)
-
-
-def _version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    raise UserError(
-        "rollout.vllm",
-        "no vLLM is installed here",
-        "rollout.engine is vllm.",
-        "Run `make setup`; on GPUs the extra `gpu`.",
-    )
-
-
-def _cpu_options(max_tokens: int, batch_size: int) -> dict[str, Any]:
-    """What vLLM's CPU build needs: no chunked prefill, which its seeded sampler does not survive, and no graphs."""
-    return {
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(max_tokens, batch_size) * 8,
-        "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": 256 << 20,
-    }

@@ -1,15 +1,17 @@
 """What runs inside vLLM's workers: declare the weights held, take new ones, prove that all were taken, record routing.
 
 An instance of vLLM's worker class gets these methods by `worker_extension_cls`; the engine calls them by collective_rpc.
-Answers travel as files, since of several data-parallel ranks vLLM returns the first one's alone.
+They answer in pickled bytes, which vLLM passes on as they are. Weights lie in a file of the worker's own node, beside the
+model directory (`Scratch`).
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
+import platform
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_rl.durable import write_atomic
 from moe_rl.lifetime import end_with_parent
 from moe_rl.models.digest import digest_all
 from moe_rl.models.family import get_family, read_config, read_facts
@@ -37,10 +40,9 @@ class WeightExtension:
     model_config: Any
     vllm_config: Any
     device: torch.device
-    parallel_config: Any
 
-    def weights_prepare(self, record_routing: bool, out: str) -> None:
-        """Cover vLLM's gaps, and write what the live model holds: {released name: (shape, form that it is loaded in)}."""
+    def weights_prepare(self, record_routing: bool) -> bytes:
+        """Cover vLLM's gaps; what the live model holds: {released name: (shape, form that it is loaded in)}."""
         end_with_parent()
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
@@ -62,27 +64,30 @@ class WeightExtension:
                 held[name] = (spec.shape, wire.form(entry) or (own if spec.dtype == "bf16" else spec.dtype))
         self._held = held
         self._routing = _Routing(self.model_runner) if record_routing else None
-        self._answer(out, held)
+        return pickle.dumps(held)
 
-    def weights_update(self, staging: str, index: bytes, out: str) -> None:
-        """Load every held tensor from the staging file, layer by layer; write what is wrong afterwards, [] if nothing.
-        `index` is a pickled list of `Place`.
+    def weights_update(self, version: int, patience_s: float) -> bytes:
+        """Load every held tensor from the node's staging file, layer by layer; what is wrong afterwards, [] if nothing.
 
+        `version` may still be on its way to this node: it is waited for, `patience_s` seconds.
         The live tensors are marked before and must all have been written after: a tensor that vLLM's reload passes over
         would otherwise keep its old value in silence.
         """
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
-        source = torch.from_numpy(np.memmap(staging, np.uint8, mode="c"))
-        places = [place for place in pickle.loads(index) if place.weight in self._held]
+        scratch = Scratch.of(self.model_config.model)
+        if not scratch.wait(version, patience_s):
+            return pickle.dumps([f"version {version} was not staged on {platform.node()} in {patience_s:.0f} s"])
+        source = torch.from_numpy(np.memmap(scratch.staging, np.uint8, mode="c"))
+        places = [place for place in pickle.loads(scratch.index.read_bytes()) if place.weight in self._held]
         problems = _named("are held and were not sent", self._held.keys() - {place.weight for place in places})
         if not problems:
             with torch.no_grad(), set_current_vllm_config(self.vllm_config), torch.device(self.device):
                 mark(model)
                 self._reload(model, source, places)
                 problems = _named("of the live model were not written", unwritten(model))
-        self._answer(out, problems)
+        return pickle.dumps(problems)
 
     def _reload(self, model: Any, source: torch.Tensor, places: list[Place]) -> None:
         from vllm.model_executor.model_loader import reload
@@ -100,24 +105,45 @@ class WeightExtension:
             )
         reload.finalize_layerwise_reload(model, self.model_config)
 
-    def routing_take(self, ids: list[str], out: str) -> None:
-        """Write, and forget, the experts of these requests: {id: int16 [tokens fed, layers, experts per token]}."""
+    def routing_take(self, ids: list[str]) -> bytes:
+        """Hand out, and forget, the experts of these requests: {id: int16 [tokens fed, layers, experts per token]}."""
         assert self._routing is not None
-        self._answer(out, {i: rows for i in ids if (rows := self._routing.take(i)) is not None})
+        return pickle.dumps({i: rows for i in ids if (rows := self._routing.take(i)) is not None})
 
-    def weights_digest(self, out: str) -> None:
-        """Write the digest of every live parameter and buffer, in the kernels' layout: {vLLM's name: 64-bit sum}."""
+    def weights_digest(self) -> bytes:
+        """The digest of every live parameter and buffer, in the kernels' layout: {vLLM's name: 64-bit sum}."""
         model = self.model_runner.get_model()
         named = itertools.chain(model.named_parameters(), model.named_buffers())
-        self._answer(out, digest_all({name: tensor.data for name, tensor in named}))
+        return pickle.dumps(digest_all({name: tensor.data for name, tensor in named}))
 
-    def alive(self) -> None:
+    def alive(self) -> bytes:
         """Answer."""
+        return pickle.dumps(None)
 
-    def _answer(self, directory: str, value: Any) -> None:
-        p = self.parallel_config
-        rank = p.data_parallel_rank * p.world_size + getattr(self, "rank", 0)
-        Path(directory, f"{rank:05d}").write_bytes(pickle.dumps(value))
+
+class Scratch:
+    """What a node's workers and the process that takes their weights agree on: files of that node, in one directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.model, self.staging, self.index = root / "model", root / "staging", root / "index"
+        self._version = root / "version"
+
+    @classmethod
+    def of(cls, model: str) -> Scratch:
+        return cls(Path(model).parent)
+
+    def publish(self, version: int) -> None:
+        """The staging file holds `version` now, proven whole."""
+        write_atomic(self._version, str(version))
+
+    def wait(self, version: int, patience_s: float) -> bool:
+        """Whether `version` was published before `patience_s` seconds were over."""
+        deadline = time.monotonic() + patience_s
+        while not (self._version.is_file() and self._version.read_text() == str(version)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
 
 class _Routing:
@@ -233,12 +259,3 @@ def _keep_live() -> None:
 def _named(what: str, names: Iterable[str]) -> list[str]:
     names = sorted(names)
     return [f"{len(names)} tensors {what}: {', '.join(names)}"] if names else []
-
-
-def read_answers(directory: str) -> list[Any]:
-    """What the workers wrote, in the order of their ranks; the files go."""
-    found = []
-    for file in sorted(Path(directory).iterdir()):
-        found.append(pickle.loads(file.read_bytes()))
-        os.unlink(file)
-    return found

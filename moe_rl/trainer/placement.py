@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from moe_rl.config import Config
 from moe_rl.config.facts import ModelFacts
 from moe_rl.config.flops import Flops
 from moe_rl.config.host import resolve_device
+from moe_rl.config.replicas import nodes_of_replica, part_name
 from moe_rl.errors import RunFailed, UserError
 from moe_rl.grpo.batching import micro_batches
 from moe_rl.launch.node import EXCHANGE, NODES, meet, raise_failed
@@ -82,6 +83,11 @@ class Cluster:
         finally:
             self.session.end() if self.session else ray.shutdown()
 
+    @property
+    def span(self) -> int:
+        """Nodes of one replica; without a cluster all of it is here."""
+        return 1 if self.session else nodes_of_replica(self.config)
+
     def _slots(self) -> int:
         return self.config.cluster.nodes * self.config.cluster.gpus_per_node + self.config.rollout.replicas
 
@@ -106,13 +112,11 @@ class Cluster:
         """Room for every worker, all or none: a run never starts on half of what it needs.
 
         On this machine each worker has a bundle. On a cluster each node has one: its ranks follow each other, and
-        replicas are dealt to the nodes in turn. Nodes count in the order of their names.
+        replicas (or their parts, where one lies on several nodes) are dealt to the nodes in turn. Nodes count in the order
+        of their names.
         """
-        nodes, ranks, replicas = (
-            self.config.cluster.nodes,
-            self.config.cluster.gpus_per_node,
-            self.config.rollout.replicas,
-        )
+        nodes, ranks = self.config.cluster.nodes, self.config.cluster.gpus_per_node
+        replicas = self.config.rollout.replicas * self.span
         if self.session:
             sizes = [(1, 1)] * (nodes * ranks) + [(1, 0)] * replicas
             self.bundles = list(range(len(sizes)))
@@ -136,22 +140,22 @@ class Cluster:
             self.bundles += [order[i % nodes] for i in range(replicas)]
 
     def node_of(self, slot: int) -> str:
-        """Name of the node of a slot: ranks first, then replicas."""
+        """Name of the node of a slot: ranks first, then parts of replicas."""
         return self.nodes[self.bundles[slot]]
 
     def gpus_of(self, slot: int) -> range:
-        """The GPUs of a replica, as its node numbers them: next to those of the replica before it on that node.
+        """The GPUs of a replica's part, as its node numbers them: next to those of the part before it on that node.
 
-        Ray counts GPUs for the trainer's ranks alone, whose node has as many; a replica shares its own with them.
+        Ray counts GPUs for the trainer's ranks alone, whose node has as many; a part shares its own with them.
         """
-        cluster, size = self.config.cluster, self.config.rollout.tp * self.config.rollout.dp
+        cluster, size = self.config.cluster, self.config.rollout.tp * self.config.rollout.dp // self.span
         ranks = cluster.nodes * cluster.gpus_per_node
         here, nodes = (ranks, 1) if self.session else (cluster.gpus_per_node, cluster.nodes)
         first = (slot - ranks) // nodes * size % here
         return range(first, first + size)
 
     def start(self, kind: type, name: str, slot: int) -> Any:
-        """Start one worker process in its slot: ranks first, then replicas; its output goes to logs/NAME.log."""
+        """Start one worker process in its slot: ranks first, then parts of replicas; its output goes to logs/NAME.log."""
         log = self.logs / f"{name}.log"
         log.touch()
         environment = {} if self.on_gpu else dict(CPU_ENVIRONMENT)
@@ -191,10 +195,10 @@ class Cluster:
         """Have a worker do something; the reference of what it will return."""
         return getattr(self.workers[name], method).remote(*arguments)
 
-    def wait(self, calls: Mapping[str, Any], timeout_s: float, doing: str) -> dict:
-        """Results of what these workers were asked, by name. They and the trainer's ranks, without which nothing goes on,
-        are watched; see `collect`."""
-        watched = [n for n, (kind, _) in self.slots.items() if n in calls or kind is TrainerWorker]
+    def wait(self, calls: Mapping[str, Any], timeout_s: float, doing: str, needed: Collection[str] = ()) -> dict:
+        """Results of what these workers were asked, by name. They, those `needed` besides, and the trainer's ranks, without
+        which nothing goes on, are watched; see `collect`."""
+        watched = [n for n, (kind, _) in self.slots.items() if n in calls or n in needed or kind is TrainerWorker]
         return collect(calls, {n: self.logs / f"{n}.log" for n in watched}, timeout_s=timeout_s, doing=doing)
 
     def call(
@@ -343,13 +347,20 @@ class TrainerGroup:
 
 class RolloutGroup:
     """All rollout replicas as one. One that is lost, once it has had weights, is started again and asked again, at most
-    `rollout.max_restarts` times each."""
+    `rollout.max_restarts` times each.
+
+    `names` are the replicas', each its leader's; `workers` all their parts, in the order of the plan's receivers.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.config = cluster, cluster.config
-        world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
-        self.names = [f"rollout_{i}" for i in range(self.config.rollout.replicas)]
-        for i, name in enumerate(self.names):
+        world, span = self.config.cluster.nodes * self.config.cluster.gpus_per_node, cluster.span
+        self.parts = {
+            part_name(i, 0): [part_name(i, k) for k in range(span)] for i in range(self.config.rollout.replicas)
+        }
+        self.names, self.workers = list(self.parts), [name for parts in self.parts.values() for name in parts]
+        self.replica = {name: leader for leader, parts in self.parts.items() for name in parts}
+        for i, name in enumerate(self.workers):
             cluster.start(RolloutWorker, name, world + i)
         self.seconds: dict[str, float] = {}
         self.restarts = dict.fromkeys(self.names, 0)
@@ -363,7 +374,7 @@ class RolloutGroup:
         doing: str = "",
         names: Sequence[str] = (),
     ) -> dict:
-        """`method` on the named replicas, all by default; results by name, whichever process gave them in the end."""
+        """`method` on the named workers, all leaders by default; results by name, whichever process gave them in the end."""
         calls: dict[str, Any] = {}
         while True:
             try:
@@ -372,14 +383,16 @@ class RolloutGroup:
                 for name in names or self.names:
                     if name not in calls:
                         calls[name] = self.cluster.ask(name, method, *arguments(name))
-                return self.cluster.wait(calls, self.config.rollout.timeout_s, doing or method)
+                needed = {part for name in calls for part in self.parts[self.replica[name]]}
+                return self.cluster.wait(calls, self.config.rollout.timeout_s, doing or method, needed)
             except WorkersLost as fault:
-                for name in fault.workers:
+                for name in {self.replica.get(worker, worker): None for worker in fault.workers}:
                     self._restart(name, fault)
-                    calls.pop(name, None)
+                    for part in self.parts[name]:
+                        calls.pop(part, None)
 
     def _restart(self, name: str, fault: WorkersLost) -> None:
-        """Another process in place of the lost `name`, or the fault where it may have none."""
+        """Other processes in place of those of the replica `name`, or the fault where it may have none."""
         while True:
             most = self.config.rollout.max_restarts
             if self.refill is None or self.restarts.get(name, most) >= most:
@@ -387,13 +400,14 @@ class RolloutGroup:
                     fault.why += f" It had been started again {most} times, as rollout.max_restarts allows."
                 raise fault
             self.restarts[name] += 1
-            self.cluster.replace(name, fault.what)
+            for part in self.parts[name]:
+                self.cluster.replace(part, fault.what)
             self.empty.add(name)
             try:
                 self.ranks |= self._start([name], "starting again")
                 return
             except WorkersLost as again:
-                if name not in again.workers:
+                if name not in {self.replica.get(worker) for worker in again.workers}:
                     raise
                 fault = again
 
@@ -401,17 +415,32 @@ class RolloutGroup:
         self.ranks = self._start(self.names, "starting")
 
     def _start(self, names: Sequence[str], doing: str) -> dict:
+        """Start replicas whole: a leader waits for its followers, and says what they hold."""
         limit = max(START_S, self.config.rollout.timeout_s)
-        return self.cluster.call(names, "start", lambda _: (self.config,), limit, doing)
+        parts = {part: (name, k) for name in names for k, part in enumerate(self.parts[name])}
+        followers = {part: place for part, place in parts.items() if place[1]}
+        at = self.cluster.call(list(parts), "free_address", lambda _: (), limit, doing) if followers else {}
+
+        def arguments(part: str) -> tuple:
+            name, k = parts[part]
+            return self.config, k, [at[other] for other in self.parts[name] if other in at]
+
+        started = self.cluster.call(list(parts), "start", arguments, limit, doing)
+        if followers:
+            held = self.cluster.call(names, "held", lambda _: (), limit, doing)
+            self.cluster.call(
+                list(followers), "hold", lambda part: (held[parts[part][0]][parts[part][1]],), limit, doing
+            )
+        return started
 
     def holdings(self) -> dict[str, list[Any]]:
-        numbers = {name: i for i, name in enumerate(self.names)}
-        return self._all("holdings", lambda name: (numbers[name],), "listing weights")
+        numbers = {name: i for i, name in enumerate(self.workers)}
+        return self._all("holdings", lambda name: (numbers[name],), "listing weights", self.workers)
 
     def receive(self, version: int, names: Mapping[int, Sequence[str]], packets: Mapping[str, list[Any]]) -> int:
-        """Hand each replica in `packets` its own (object references) and have it prove the version whole; bytes that
-        arrived."""
-        wanted = {name: names[i] for i, name in enumerate(self.names)}
+        """Hand each worker in `packets` its own (object references) and have it prove the version whole; bytes that
+        arrived. Replicas come with all of their parts."""
+        wanted = {name: names[i] for i, name in enumerate(self.workers)}
         came = self._all(
             "receive", lambda name: (version, wanted[name], *packets[name]), "taking new weights", list(packets)
         )
@@ -423,8 +452,8 @@ class RolloutGroup:
         return self._all("score", lambda _: (list(sequences),), "scoring")
 
     def digests(self) -> dict[str, dict[str, int]]:
-        """Each replica's digests of what it holds, computed from its live weights."""
-        return self._all("digests", doing="digesting weights")
+        """Each worker's digests of what it holds; a replica's leader has those of the live weights of all its ranks."""
+        return self._all("digests", doing="digesting weights", names=self.workers)
 
     def generate(self, requests: Sequence[Any]) -> list[Any]:
         """One completion for each request, in their order; requests are dealt to the replicas in equal runs."""
@@ -436,11 +465,11 @@ class RolloutGroup:
         return [completion for name in self.names for completion in results[name][0]]
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
-        return self._all("peak_memory_gib", doing="reading memory use")
+        return self._all("peak_memory_gib", doing="reading memory use", names=self.workers)
 
     def phase_peak_gib(self) -> dict[str, tuple[float, float]]:
         """By worker the most (host, GPU) memory since the last call, in GiB."""
-        return self._all("phase_peak_gib", doing="reading memory use")
+        return self._all("phase_peak_gib", doing="reading memory use", names=self.workers)
 
 
 class WeightSync:
@@ -463,9 +492,10 @@ class WeightSync:
         """
         workers, names = self.trainer.cluster.workers, self.trainer.names
         self.version = version
-        packets: dict[str, list[Any]] = {name: [] for name in replicas or self.rollout.names}
+        taking = replicas or self.rollout.names
+        packets: dict[str, list[Any]] = {part: [] for name in taking for part in self.rollout.parts[name]}
         for _, source, receivers, cargo in self.bundles:
-            wanted = [name for r in receivers if (name := self.rollout.names[r]) in packets]
+            wanted = [name for r in receivers if (name := self.rollout.workers[r]) in packets]
             if wanted:
                 boxes, forms = [c.box for c in cargo], {c.box.name: c.form for c in cargo}
                 sent = workers[names[source]].send.remote(boxes, forms, version)

@@ -15,7 +15,7 @@ import numpy as np
 from moe_rl.config import Config
 
 if TYPE_CHECKING:
-    from moe_rl.rollout.engine import RolloutEngine
+    pass
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,14 @@ class Worker:
         write_output_to(log)
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} on {platform.node()} starts", flush=True)
 
+    def free_address(self) -> str:
+        """`host:port` where this process could listen, for others to meet it at."""
+        import ray.util
+
+        from moe_rl.config.host import free_port
+
+        return f"{ray.util.get_node_ip_address()}:{free_port()}"
+
     def describe(self) -> dict[str, Any]:
         """Host, process id and versions, for the run's manifest."""
         from importlib.metadata import version
@@ -94,14 +102,6 @@ class Worker:
 
 class TrainerWorker(Worker):
     """One rank of the trainer: its engine, and the loss of the algorithm."""
-
-    def free_address(self) -> str:
-        """`host:port` where this process could listen, for the ranks to meet at."""
-        import ray.util
-
-        from moe_rl.config.host import free_port
-
-        return f"{ray.util.get_node_ip_address()}:{free_port()}"
 
     def start(self, config: Config, rank: int, world: int, address: str, options: Mapping[str, bool]) -> dict[str, Any]:
         """Build the engine (:meth:`Engine.create`); the layout and where this rank stands in it."""
@@ -201,7 +201,8 @@ class TrainerWorker(Worker):
 
 
 class RolloutWorker(Worker):
-    """One rollout replica; `gpus` are those of its node that it and its children may see, all by default."""
+    """One rollout replica, or its part on one node; `gpus` are those of its node that it and its children may see, all by
+    default."""
 
     def __init__(self, log: str, gpus: range | None = None) -> None:
         from moe_rl.config.host import visible_gpus
@@ -210,20 +211,34 @@ class RolloutWorker(Worker):
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(gpus)
         super().__init__(log)
 
-    def start(self, config: Config) -> dict[str, Any]:
-        self.engine: RolloutEngine
-        if config.rollout.engine == "vllm":
-            from moe_rl.rollout.vllm_engine import VllmEngine
-
-            self.engine = VllmEngine.from_config(config)
-        else:
+    def start(self, config: Config, part: int, addresses: Sequence[str]) -> dict[str, Any]:
+        """Build the engine. `addresses` are `host:port` of each node of a replica of several, this one's at `part`: part 0
+        waits for the others, and hears what all of them hold (:meth:`held`)."""
+        if config.rollout.engine != "vllm":
             from moe_rl.rollout.transformers_engine import TransformersEngine
 
-            self.engine = TransformersEngine.from_config(config)
+            self.engine: Any = TransformersEngine.from_config(config)
+            return self.describe()
+        from moe_rl.rollout.vllm_engine import VllmEngine
+        from moe_rl.rollout.vllm_node import Replica, VllmFollower
+
+        replica = Replica.from_config(config)
+        if addresses:
+            hosts, ports = zip(*(address.rsplit(":", 1) for address in addresses), strict=True)
+            replica = replace(replica, addresses=hosts, port=int(ports[0]))
+        self.engine = VllmFollower(replica, part, _end) if part else VllmEngine.from_config(config, replica)
         return self.describe()
 
+    def held(self) -> list[Any]:
+        """What the workers of each of the replica's nodes hold, from its leader."""
+        return self.engine.held
+
+    def hold(self, weights: Any) -> None:
+        """Tell a follower what the workers of its node hold."""
+        self.engine.hold(weights)
+
     def holdings(self, receiver: int) -> list[Any]:
-        """What this replica, number `receiver` of the plan, must be given."""
+        """What this node of the replica, number `receiver` of the plan, must be given."""
         return self.engine.holdings(receiver)
 
     def receive(self, version: int, names: Sequence[str], *packets: Sequence[Any]) -> int:
@@ -244,3 +259,9 @@ class RolloutWorker(Worker):
         """One completion for each request, in their order; seconds."""
         start = time.perf_counter()
         return self.engine.generate(requests), time.perf_counter() - start
+
+
+def _end(status: int) -> None:
+    """A follower's life is that of its vLLM: the driver sees its death and starts the replica again."""
+    print(f"vLLM ended with status {status}", flush=True)
+    os._exit(1)
